@@ -1,0 +1,386 @@
+"""Put UPipe on a Hugging Face model, take it off again, and say what was done.
+
+Each attention module and the decoder around them get a subclass of their own class, instance by instance, so nothing
+that another model uses changes. The attention subclass takes its hidden states by position (ZeRO-3's post-backward
+hook sees positional tensors only) and computes `block.attention_block`; the decoder subclass makes global positions
+where none are given, keeps local masks from being built, and refuses caches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from upipe import kernels, loss, models, preflight
+from upipe.block import BlockSpec, attention_block
+from upipe.comm import SequenceParallelGroups, init_distributed
+from upipe.kernels import Offsets
+from upipe.loader import AdaptedLoader, ShardedLoader
+from upipe.preflight import PreflightError
+from upipe.schedule import HeadSchedule
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UPipeConfig:
+    """Settings of UPipe.
+
+    Args:
+        sp_size: P, processes that share a sequence; a divisor of the world size. 1 works: heads still go in groups.
+        heads_per_stage: U, query heads computed at a time over all P ranks: a multiple of P up to ceil(H/P)*P.
+            None: P, the least memory. U >= H is plain Ulysses.
+        kernel: attention kernel, "auto" for the fastest that takes the case, or a name from `upipe.kernels`.
+        shard_eval: whether `model.eval()` works on shards too. False: in eval the model takes whole sequences on every
+            rank and is the plain model.
+    """
+
+    sp_size: int = 1
+    heads_per_stage: int | None = None
+    kernel: str = "auto"
+    shard_eval: bool = True
+
+
+class Sharding:
+    """What the patched modules of one handle share: groups, settings, kernels chosen, document boundaries."""
+
+    def __init__(self, config: UPipeConfig, groups: SequenceParallelGroups) -> None:
+        self.config, self.groups = config, groups
+        self.kernels: dict[kernels.Case, kernels.Kernel] = {}
+        self.schedules: dict[tuple[int, int], HeadSchedule] = {}
+        self._offsets = WeakTensorKeyDictionary()
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def active(self, module: nn.Module) -> bool:
+        return module.training or self.config.shard_eval
+
+    def schedule(self, heads: int, kv_heads: int) -> HeadSchedule:
+        if (heads, kv_heads) not in self.schedules:
+            self.schedules[heads, kv_heads] = preflight.check_schedule(
+                heads, kv_heads, self.config.sp_size, self.config.heads_per_stage
+            )
+        return self.schedules[heads, kv_heads]
+
+    def kernel(self, x: torch.Tensor, head_dim: int) -> kernels.Kernel:
+        capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
+        case = kernels.Case(x.device.type, capability, x.dtype, head_dim)
+        if case not in self.kernels:
+            self.kernels[case] = kernels.select(self.config.kernel, case)
+            if dist.get_rank() == 0:
+                logger.info("attention kernel: %s (%s)", self.kernels[case].name, case)
+        return self.kernels[case]
+
+    def offsets(self, position_ids: torch.Tensor | None, batch: int) -> Offsets | None:
+        """Document boundaries of the whole sequence, from every rank's [B or 1, L] positions; once a tensor."""
+        if position_ids is None:
+            return None
+        if position_ids not in self._offsets:
+            self._offsets[position_ids] = (document_offsets(self._gather(position_ids)),)
+        (offsets,) = self._offsets[position_ids]
+        return offsets * batch if offsets is not None and len(offsets) == 1 and batch > 1 else offsets
+
+    def _gather(self, position_ids: torch.Tensor) -> torch.Tensor:
+        if self.config.sp_size == 1:
+            return position_ids
+        shards = [torch.empty_like(position_ids) for _ in range(self.config.sp_size)]
+        dist.all_gather(shards, position_ids.contiguous(), group=self.groups.sp_group)
+        return torch.cat(shards, dim=1)
+
+
+def document_offsets(position_ids: torch.Tensor) -> Offsets | None:
+    """Where documents begin in rows of positions [B, S]: wherever a position does not follow the one before it.
+
+    Returns:
+        For each row (0, s1, ..., S), or None where every row is one document.
+    """
+    S = position_ids.shape[1]
+    begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if not bool(begins.any()):
+        return None
+    rows: list[list[int]] = [[0] for _ in range(position_ids.shape[0])]
+    for row, before in begins.nonzero().tolist():
+        rows[row].append(before + 1)
+    return tuple((*row, S) for row in rows)
+
+
+def attention_call(base: type):
+    """`__call__` that hands hidden_states over by position."""
+    call = base.__call__
+
+    def __call__(self, *args, hidden_states=None, **kwargs):
+        if hidden_states is not None:
+            args = (hidden_states, *args)
+        return call(self, *args, **kwargs)
+
+    return __call__
+
+
+def attention_forward(plain, architecture: models.Architecture):
+    """`forward` of a sharded attention module.
+
+    Args:
+        plain: the class's own forward, for eval without sharding.
+    """
+
+    @torch.compiler.disable
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, *args, **kwargs):
+        sharding: Sharding = self._upipe
+        if not sharding.active(self):
+            return plain(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
+        cache = kwargs.get("past_key_values", kwargs.get("cache")) if not args else args[0]
+        if cache is not None:
+            raise PreflightError(_NO_CACHE)
+        if attention_mask is not None and attention_mask.numel() > 1:
+            raise PreflightError(_no_mask(attention_mask))
+        preflight.check_attention(type(self).__name__, self, architecture)
+        cos, sin = position_embeddings
+        head_dim = architecture.head_dim(self)
+        spec = BlockSpec(
+            schedule=sharding.schedule(*architecture.heads(self)),
+            rank=sharding.groups.sp_rank,
+            group=sharding.groups.sp_group,
+            kernel=sharding.kernel(hidden_states, head_dim),
+            head_dim=head_dim,
+            scale=architecture.scale(self),
+            norm_eps=architecture.norm_eps(self),
+            offsets=sharding.offsets(kwargs.get("position_ids"), hidden_states.shape[0]),
+        )
+        return attention_block(hidden_states, architecture.projections(self), cos, sin, spec), None
+
+    return forward
+
+
+def decoder_forward(plain):
+    """`forward` of a sharded decoder: global positions, no local masks, no cache."""
+    names = list(inspect.signature(plain).parameters)[1:]
+
+    def forward(self, *args, **kwargs):
+        sharding: Sharding = self._upipe
+        kwargs.update(zip(names, args))
+        if sharding.active(self):
+            _prepare_decoder_inputs(sharding, kwargs)
+        return plain(self, **kwargs)
+
+    return forward
+
+
+@torch.compiler.disable
+def _prepare_decoder_inputs(sharding: Sharding, kwargs: dict) -> None:
+    if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
+        raise PreflightError(_NO_CACHE)
+    kwargs["use_cache"] = False
+    tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.bool().all())):
+        raise PreflightError(_no_mask(mask))
+    L = tokens.shape[1]
+    if kwargs.get("position_ids") is None:
+        start = sharding.groups.sp_rank * L
+        kwargs["position_ids"] = torch.arange(start, start + L, device=tokens.device)[None]
+    # A 4-D mask is passed on as it is: no local [L, L] mask is built from positions of one shard.
+    kwargs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
+    sharding.offsets(kwargs["position_ids"], tokens.shape[0])
+
+
+_NO_CACHE = (
+    "a key/value cache (generate, use_cache) does not work on a sharded model: call handle.remove() first, or apply with "
+    "shard_eval=False and decode in eval mode"
+)
+
+
+def _no_mask(mask) -> str:
+    shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+    return (
+        f"attention_mask {shape} reached the sharded model: it masks causally and by document itself. Put padding on the right with "
+        "labels of -100 (handle.shard checks it), mark packed documents by position_ids that restart, and leave the mask out"
+    )
+
+
+def subclass(base: type, sharding: Sharding, architecture: models.Architecture) -> type:
+    """A subclass of an attention or decoder class that works on shards."""
+    members = {"_upipe": sharding, "__module__": base.__module__}
+    if base is architecture.attention:
+        members |= {"__call__": attention_call(base), "forward": attention_forward(base.forward, architecture)}
+    else:
+        members["forward"] = decoder_forward(base.forward)
+    return type(f"UPipe{base.__name__}", (base,), members)
+
+
+class Handle:
+    """A model on which UPipe was put. Made by `apply`."""
+
+    def __init__(self, model: nn.Module, sharding: Sharding, patched: list[nn.Module], layers: int, layer_numel: int):
+        self.model, self.config = model, sharding.config
+        self._sharding, self._patched = sharding, patched
+        self._layers, self._layer_numel = layers, layer_numel
+        self._checked: set[int] = set()
+        self._notes: list[str] = []
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    @property
+    def mpu(self) -> SequenceParallelGroups:
+        """For `deepspeed.initialize(mpu=...)`."""
+        return self._sharding.groups
+
+    @property
+    def sp_size(self) -> int:
+        return self.mpu.sp_size
+
+    @property
+    def sp_rank(self) -> int:
+        return self.mpu.sp_rank
+
+    @property
+    def sp_group(self):
+        return self.mpu.sp_group
+
+    @property
+    def dp_size(self) -> int:
+        return self.mpu.dp_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.mpu.dp_rank
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Kernels that ran so far: case -> name."""
+        return {str(case): kernel.name for case, kernel in self._sharding.kernels.items()}
+
+    def shard(self, loader: Iterable[dict], accumulation: int = 1) -> ShardedLoader:
+        """This rank's shards of a loader of global batches; see `loader.ShardedLoader`.
+
+        Every rank of a sequence-parallel group must iterate the same batches, and data-parallel groups different ones:
+        sample by `handle.dp_rank` of `handle.dp_size`. `accumulation` is the engine's gradient accumulation steps.
+        """
+        return ShardedLoader(loader, self.mpu, self.device, accumulation)
+
+    def adapt(self, loader: Iterable[dict]) -> AdaptedLoader:
+        """A loader that gives each rank its own batches, made fit for `shard`."""
+        return AdaptedLoader(loader, self.mpu)
+
+    def loss(self, engine, batch: dict) -> torch.Tensor:
+        """Forward pass and loss of one sharded micro-batch.
+
+        Args:
+            engine: the DeepSpeed engine (then `engine.backward(loss)` gives the window's mean-token-loss gradient in
+                every ZeRO stage), or the module itself (then gradients are to be summed over all ranks).
+            batch: from `handle.shard`.
+
+        Returns:
+            0-d fp32, the same on every rank at any sp: the global mean token loss (with accumulation: its mean over the
+            window's micro-batches is).
+        """
+        self.check(engine, batch)
+        outputs = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+        local = loss.token_loss_sum(outputs.logits, batch["shift_labels"])
+        return loss.global_loss(local, batch["num_valid"], batch["accumulation"], loss.gradient_scale(engine))
+
+    def check(self, engine, batch: dict | None = None) -> None:
+        """Refuse an engine or batch whose gradients would not be right; done before the first step by `loss`."""
+        missing = {"input_ids", "position_ids", "shift_labels", "num_valid", "accumulation"} - set(batch or ())
+        if batch is not None and missing:
+            raise PreflightError(f"batch lacks {sorted(missing)}: iterate handle.shard(loader), which attaches them")
+        if not hasattr(engine, "zero_optimization_stage"):
+            return
+        if id(engine) not in self._checked:
+            largest = max(preflight.numel(p) for p in engine.module.parameters())
+            preflight.check_engine(engine, self.sp_size, largest)
+            self._note_live_layers(engine._config._param_dict)
+            self._checked.add(id(engine))
+        steps = engine.gradient_accumulation_steps()
+        if batch is not None and engine.training and torch.is_grad_enabled() and steps != batch["accumulation"]:
+            raise PreflightError(
+                f"the batch comes from handle.shard(..., accumulation={batch['accumulation']}), the engine accumulates {steps} steps: "
+                "give both the same number"
+            )
+
+    def _note_live_layers(self, ds_config: dict) -> None:
+        live = preflight.live_layers(ds_config, self._layer_numel)
+        if live is None:
+            return
+        note = f"ZeRO-3 may keep {live:.1f} of {self._layers} layers gathered (stage3_max_live_parameters over {self._layer_numel} a layer)"
+        if note in self._notes:
+            return
+        self._notes.append(note)
+        if live > 2 and self._layers > 2 and dist.get_rank() == 0:
+            logger.warning("%s: set stage3_max_live_parameters to about %.1e for the least memory", note, 1.2 * self._layer_numel)
+
+    def report(self) -> str:
+        """What was patched, the head schedule, the kernels that ran."""
+        lines = [
+            f"UPipe on {type(self.model).__name__}: {self._layers} attention layers, sequence parallel {self.sp_size} x data parallel {self.dp_size}",
+            *(schedule.describe() for schedule in self._sharding.schedules.values()),
+            *(f"attention kernel: {name} ({case})" for case, name in self.kernels.items()),
+            *self._notes,
+        ]
+        return "\n".join(lines)
+
+    def remove(self) -> None:
+        """Make the model plain again and give the process groups back. Engines made with `mpu` must not step afterwards."""
+        for module in self._patched:
+            module.__class__ = type(module).__mro__[1]
+        self._patched = []
+        self.mpu.destroy()
+
+
+def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict | None = None) -> Handle:
+    """Shard the attention of a Hugging Face causal LM over sequence-parallel ranks, in place.
+
+    Call it on every rank, before `deepspeed.initialize`, and pass that `mpu=handle.mpu`. Starts torch.distributed from
+    the launcher's environment where it is not running.
+
+    Args:
+        model: LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, with random or pretrained weights; also made under
+            `deepspeed.zero.Init` or on the meta device.
+        config: settings.
+        ds_config: the DeepSpeed configuration, to be reported on and warned about here and not at the first step.
+
+    Raises:
+        PreflightError: before anything is changed, naming the values and what would work.
+    """
+    config = config or UPipeConfig()
+    init_distributed()
+    preflight.check_groups(config.sp_size)
+    preflight.check_kernel_name(config.kernel)
+    found = preflight.find_attention(model)
+    if any(hasattr(module, "_upipe") for module in model.modules()):
+        raise PreflightError("UPipe is on this model already: call remove() on its handle first")
+    for name, module, architecture in found:
+        preflight.check_config(module.config)
+        preflight.check_attention(name, module, architecture)
+        preflight.check_schedule(*architecture.heads(module), config.sp_size, config.heads_per_stage)
+
+    sharding = Sharding(config, SequenceParallelGroups(config.sp_size))
+    subclasses: dict[type, type] = {}
+    patched = []
+    decoders = {architecture.decoder: architecture for _, _, architecture in found}
+    for module in model.modules():
+        cls = type(module)
+        architecture = models.of_attention(cls) or decoders.get(cls)
+        if architecture is not None:
+            if cls not in subclasses:
+                subclasses[cls] = subclass(cls, sharding, architecture)
+            module.__class__ = subclasses[cls]
+            patched.append(module)
+    for _, module, architecture in found:
+        sharding.schedule(*architecture.heads(module))
+    layer = _layer_of(model, found[0][0])
+    handle = Handle(model, sharding, patched, len(found), sum(preflight.numel(p) for p in layer.parameters()))
+    if ds_config is not None:
+        handle._note_live_layers(ds_config)
+    return handle
+
+
+def _layer_of(model: nn.Module, attention_name: str) -> nn.Module:
+    """The decoder layer around an attention module."""
+    return model.get_submodule(attention_name.rpartition(".")[0])

@@ -1,0 +1,148 @@
+"""Process groups of a sequence-parallel model, the mpu that DeepSpeed asks for them, and the uneven all-to-all.
+
+Ranks of a sequence-parallel group are neighbours: with P ranks a group, world rank r is sequence-parallel rank r % P
+of data-parallel rank r // P.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def init_distributed() -> None:
+    """Start torch.distributed and deepspeed.comm from the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, ...).
+
+    NCCL where there is a GPU, gloo elsewhere. Without a launcher it makes a world of one process. Does nothing where
+    both are started already. On CPU it keeps DeepSpeed from compiling its shared-memory extension, which nothing here
+    uses and whose build, if killed, leaves a lock on which every later run waits forever.
+    """
+    import deepspeed
+
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not dist.is_initialized():
+        backend = "nccl" if gpu else "gloo"
+        if gpu:
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+class SequenceParallelGroups:
+    """The groups of one sharded model, and the mpu to hand to `deepspeed.initialize(mpu=...)`.
+
+    It answers under the names of DeepSpeed's `parallel_state_sp`, but belongs to one model, so several models and
+    sequence-parallel sizes can live in one process. Unlike DeepSpeed's it does not call sequence parallelism model
+    parallelism: the model-parallel group holds this rank alone, which keeps universal checkpoints, gradient norms and
+    clipping right in every ZeRO stage.
+
+    Args:
+        sp_size: P, a divisor of the world size (checked by preflight).
+    """
+
+    def __init__(self, sp_size: int) -> None:
+        self.sp_size = sp_size
+        self.world_size = dist.get_world_size()
+        self.dp_size = self.world_size // sp_size
+        rank = dist.get_rank()
+        self.sp_rank, self.dp_rank = rank % sp_size, rank // sp_size
+        self._owned: list[dist.ProcessGroup] = []
+        self.sp_group = self._own([range(d * sp_size, (d + 1) * sp_size) for d in range(self.dp_size)], rank)
+        self.dp_group = self._own([range(s, self.world_size, sp_size) for s in range(sp_size)], rank)
+        self.model_group = self._own([range(r, r + 1) for r in range(self.world_size)], rank)
+        self.world_group = dist.group.WORLD
+
+    def _own(self, ranks_of_groups: list[range], rank: int) -> dist.ProcessGroup:
+        mine = None
+        for ranks in ranks_of_groups:
+            group = dist.new_group(list(ranks))
+            if rank in ranks:
+                mine = group
+        self._owned.append(mine)
+        return mine
+
+    def destroy(self) -> None:
+        """Give the groups back. The object answers no more questions about them afterwards."""
+        while self._owned:
+            dist.destroy_process_group(self._owned.pop())
+
+    def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
+        """Present because DeepSpeed knows a sequence-parallel mpu by this name. The groups exist already."""
+        if sequence_parallel_size != self.sp_size:
+            raise ValueError(f"these groups were made for sp_size={self.sp_size}, not {sequence_parallel_size}")
+
+    def get_sequence_parallel_group(self):
+        return self.sp_group
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.sp_size
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.sp_rank
+
+    def get_sequence_data_parallel_group(self):
+        return self.world_group
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self.world_size
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_data_parallel_group(self):
+        return self.dp_group
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.dp_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.dp_rank
+
+    def get_model_parallel_group(self):
+        return self.model_group
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_tensor_model_parallel_group(self):
+        return self.model_group
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return 0
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        return dist.get_rank()
+
+
+def all_to_all(send: torch.Tensor, send_sizes: list[int], recv_sizes: list[int], group) -> torch.Tensor:
+    """Exchange uneven pieces of a flat buffer.
+
+    Args:
+        send: 1-D, pieces for ranks 0..P-1 end to end.
+        send_sizes, recv_sizes: elements of each piece; zeros are allowed.
+        group: a process group of P ranks; with P = 1 `send` itself comes back.
+
+    Returns:
+        1-D, pieces from ranks 0..P-1 end to end.
+    """
+    if len(send_sizes) == 1:
+        return send
+    recv = send.new_empty(sum(recv_sizes))
+    dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group)
+    return recv

@@ -1,0 +1,198 @@
+"""From global batches to this rank's shards, with the number of valid tokens of the accumulation window attached.
+
+Every rank of a sequence-parallel group iterates the same global batches (ranks of different data-parallel index
+iterate different ones); the loader takes each rank's tokens. Shapes: B batch, S tokens, P ranks, L = ceil(S/P).
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+
+from upipe import layout
+from upipe.comm import SequenceParallelGroups
+from upipe.loss import IGNORE
+from upipe.preflight import PreflightError
+
+logger = logging.getLogger(__name__)
+KEYS = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
+
+
+def prepare_batch(batch: dict) -> dict[str, torch.Tensor]:
+    """Give a global batch explicit positions and shifted labels, and check what cannot be exact.
+
+    Args:
+        batch: input_ids [B, S]; labels [B, S], the tokens themselves or -100, or shift_labels, already shifted (these
+            win); optional position_ids [B, S] or [1, S], which restart where a packed document begins; optional
+            attention_mask [B, S], ones with zeros to their right.
+
+    Returns:
+        input_ids, position_ids, shift_labels, all [B, S] int64.
+
+    Raises:
+        PreflightError: naming the key, shape or row.
+    """
+    unknown = sorted(set(batch) - set(KEYS))
+    if unknown:
+        raise PreflightError(
+            f"batch keys {unknown} are not known: give {', '.join(KEYS)}; packed documents are read from position_ids that restart"
+        )
+    if "input_ids" not in batch or not ("labels" in batch or "shift_labels" in batch):
+        raise PreflightError(f"a batch needs input_ids and labels (or shift_labels); it has {sorted(batch)}")
+    ids = torch.as_tensor(batch["input_ids"])
+    if ids.dim() != 2 or ids.shape[1] == 0:
+        raise PreflightError(f"input_ids has shape {tuple(ids.shape)}: it must be [batch, tokens] with at least one token")
+    shaped = {key: torch.as_tensor(value) for key, value in batch.items() if value is not None}
+    for key, value in shaped.items():
+        if value.shape != ids.shape and not (key == "position_ids" and value.shape in ((1, ids.shape[1]), (ids.shape[1],))):
+            raise PreflightError(f"{key} has shape {tuple(value.shape)}, input_ids {tuple(ids.shape)}: they must agree")
+    if "shift_labels" in shaped:
+        targets = shaped["shift_labels"]
+    else:
+        targets = torch.nn.functional.pad(shaped["labels"][:, 1:], (0, 1), value=IGNORE)
+    if "position_ids" in shaped:
+        positions = shaped["position_ids"].expand_as(ids)
+    else:
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    if "attention_mask" in shaped:
+        _check_mask(shaped["attention_mask"], targets)
+    return {"input_ids": ids.long(), "position_ids": positions.long(), "shift_labels": targets.long()}
+
+
+def _check_mask(mask: torch.Tensor, targets: torch.Tensor) -> None:
+    mask = mask.bool()
+    ragged = (mask[:, 1:] & ~mask[:, :-1]).any(1)
+    if ragged.any():
+        row = int(ragged.nonzero()[0])
+        raise PreflightError(
+            f"attention_mask row {row} has padding before a token: only padding on the right is exact under causal attention. "
+            "Move it to the right, or pack documents with position_ids that restart"
+        )
+    counted = (~mask & (targets != IGNORE)).any(1)
+    if counted.any():
+        row = int(counted.nonzero()[0])
+        raise PreflightError(f"row {row} has labels on padding (attention_mask 0): set labels to -100 there")
+
+
+def shard_batch(batch: dict[str, torch.Tensor], sp_size: int, sp_rank: int) -> dict[str, torch.Tensor]:
+    """This rank's [B, L] of a prepared batch. Padding: token 0, label -100, positions that go on."""
+    B, S = batch["input_ids"].shape
+    extra, part = layout.padding(S, sp_size), layout.shard(S, sp_size, sp_rank)
+    local = {}
+    for key, value in batch.items():
+        if extra and key == "position_ids":
+            value = torch.cat((value, value[:, -1:] + torch.arange(1, extra + 1, device=value.device)), dim=1)
+        elif extra:
+            value = torch.nn.functional.pad(value, (0, extra), value=IGNORE if key == "shift_labels" else 0)
+        local[key] = value[:, part].contiguous()
+    return local
+
+
+class ShardedLoader:
+    """Iterates a loader of global batches, yielding this rank's shards. Made by `handle.shard(...)`.
+
+    It reads one accumulation window ahead and exchanges, once a window, how many valid tokens each rank has and a
+    checksum of its batches. Each yielded batch has input_ids, position_ids, shift_labels [B, L] on `device`,
+    num_valid (0-d int64: valid tokens of the window over all ranks) and accumulation (int). Iteration ends on every
+    rank when one of them has no whole window left; what is left over is dropped with a warning.
+
+    Raises:
+        PreflightError: ranks of a sequence-parallel group were given different batches, or a batch is refused.
+    """
+
+    def __init__(
+        self, loader: Iterable[dict], groups: SequenceParallelGroups, device: torch.device, accumulation: int = 1
+    ) -> None:
+        if not isinstance(accumulation, int) or accumulation < 1:
+            raise PreflightError(f"accumulation={accumulation!r} must be a positive integer")
+        self.loader, self.groups, self.device, self.accumulation = loader, groups, device, accumulation
+
+    def __len__(self) -> int:
+        return len(self.loader) // self.accumulation * self.accumulation
+
+    def __iter__(self) -> Iterator[dict]:
+        source = iter(self.loader)
+        while True:
+            window, problem = [], None
+            try:
+                window = [prepare_batch(batch) for batch in islice(source, self.accumulation)]
+            except PreflightError as error:
+                problem = error
+            whole = len(window) == self.accumulation
+            counts = self._exchange(window, whole, problem)
+            if problem is not None:
+                raise problem
+            if counts is None:
+                if window:
+                    logger.warning("dropped %d micro-batches: no whole window of %d is left", len(window), self.accumulation)
+                return
+            num_valid = torch.tensor(counts, device=self.device)
+            for batch in window:
+                local = shard_batch(batch, self.groups.sp_size, self.groups.sp_rank)
+                local = {key: value.to(self.device, non_blocking=True) for key, value in local.items()}
+                yield {**local, "num_valid": num_valid, "accumulation": self.accumulation}
+
+    def _exchange(self, window: list[dict], whole: bool, problem: Exception | None) -> int | None:
+        """-> valid tokens of the window over all ranks, or None where a rank is at its end."""
+        valid = sum(int((batch["shift_labels"] != IGNORE).sum()) for batch in window)
+        checksum = 0
+        for batch in window:
+            for value in batch.values():
+                checksum = zlib.crc32(value.cpu().contiguous().numpy(), checksum)
+            checksum = zlib.crc32(repr(tuple(batch["input_ids"].shape)).encode(), checksum)
+        mine = torch.tensor([1 if problem else 0, int(whole), valid, checksum], device=self.device)
+        every = torch.empty(self.groups.world_size, 4, dtype=torch.long, device=self.device)
+        dist.all_gather_into_tensor(every.view(-1), mine)
+        rows = every.tolist()
+        broken = [rank for rank, row in enumerate(rows) if row[0]]
+        if broken and problem is None:
+            raise PreflightError(f"rank {broken[0]} refused its batch; its own message says why")
+        if broken:
+            return None
+        P = self.groups.sp_size
+        teams = [rows[d * P : (d + 1) * P] for d in range(self.groups.dp_size)]
+        for d, team in enumerate(teams):
+            if any(row != team[0] for row in team):
+                raise PreflightError(
+                    f"ranks {d * P} to {d * P + P - 1} form one sequence-parallel group but were given different batches: every rank "
+                    "of a group must iterate the same ones (shuffle and sample by handle.dp_rank of handle.dp_size). For a loader "
+                    "that gives each rank its own sample use handle.shard(handle.adapt(loader))"
+                )
+        if not all(row[1] for row in rows):
+            return None
+        sums = [team[0][3] for team in teams]
+        if len(teams) > 1 and len(set(sums)) == 1:
+            logger.warning("all %d data-parallel groups were given the same batches: sample by handle.dp_rank", len(teams))
+        return sum(team[0][2] for team in teams)
+
+
+class AdaptedLoader:
+    """Turns a loader that gives every rank its own batches (the contract of DeepSpeed's UlyssesSPDataLoaderAdapter)
+    into one that gives a sequence-parallel group the same batches: P of them, one from each rank, for each of its own.
+
+    Made by `handle.adapt(loader)`; hand it to `handle.shard`. Ranks must have equally many batches.
+    """
+
+    def __init__(self, loader: Iterable[dict], groups: SequenceParallelGroups) -> None:
+        self.loader, self.groups = loader, groups
+
+    def __len__(self) -> int:
+        return len(self.loader) * self.groups.sp_size
+
+    def __iter__(self) -> Iterator[dict]:
+        source = iter(self.loader)
+        while True:
+            mine = next(source, None)
+            every: list = [None] * self.groups.sp_size
+            dist.all_gather_object(every, mine, group=self.groups.sp_group)
+            if any(batch is None for batch in every):
+                left = sum(batch is not None for batch in every)
+                if left:
+                    logger.warning("dropped %d batches: the ranks of a group have unequally many", left)
+                return
+            yield from every

@@ -1,0 +1,133 @@
+"""Every refusal, in one place, before the first step. Each names the values and what would work."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from upipe import kernels, models
+from upipe.schedule import HeadSchedule
+
+
+class PreflightError(ValueError):
+    """A set-up that would not give the unsharded model's numbers, or would not run."""
+
+
+def check_groups(sp_size: int) -> None:
+    """The sequence-parallel size against the world."""
+    if not isinstance(sp_size, int) or isinstance(sp_size, bool) or sp_size < 1:
+        raise PreflightError(f"sp_size={sp_size!r} must be a positive integer")
+    world = dist.get_world_size()
+    if world % sp_size:
+        works = [n for n in range(1, world + 1) if world % n == 0]
+        raise PreflightError(f"sp_size={sp_size} does not divide the world of {world} processes: use one of {works}")
+
+
+def check_schedule(heads: int, kv_heads: int, sp_size: int, heads_per_stage: int | None) -> HeadSchedule:
+    try:
+        return HeadSchedule(heads, kv_heads, sp_size, heads_per_stage)
+    except ValueError as error:
+        raise PreflightError(str(error)) from None
+
+
+def check_kernel_name(name: str) -> None:
+    if name != "auto" and name not in kernels.names():
+        raise PreflightError(f"kernel={name!r} is unknown: use auto, {', '.join(kernels.names())}")
+
+
+def check_config(config) -> None:
+    """A Hugging Face config, before or after the model exists.
+
+    Args:
+        config: the text model's config.
+    """
+    architecture = models.of_model_type(config.model_type)
+    if architecture is None:
+        raise PreflightError(
+            f"model type {config.model_type!r} is not served: {', '.join(a.name for a in models.ARCHITECTURES)} are"
+        )
+    dropout = getattr(config, "attention_dropout", 0.0) or 0.0
+    if dropout:
+        raise PreflightError(f"attention_dropout={dropout}: dropout inside sharded attention is not reproducible; set it to 0.0")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise PreflightError(
+            f"rope_type={kind!r} chooses its frequencies by the length each rank sees, which differs between shards: "
+            "use default, linear, llama3 or yarn"
+        )
+    if getattr(config, "use_sliding_window", False):
+        raise PreflightError(
+            f"use_sliding_window=True (sliding_window={config.sliding_window}): windows are not served; set use_sliding_window=False"
+        )
+
+
+def check_attention(name: str, module: nn.Module, architecture: models.Architecture) -> None:
+    """One attention module: projections that can be read row by row, no window."""
+    for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        projection = getattr(module, part)
+        if type(projection) is not nn.Linear:
+            raise PreflightError(
+                f"{name}.{part} is a {type(projection).__name__}, not a plain torch.nn.Linear: its weight alone does not "
+                "say what it computes (adapter, quantised or tensor-parallel layer). Merge or remove it first"
+            )
+    window = architecture.window(module)
+    if window is not None:
+        raise PreflightError(f"{name} has sliding_window={window}: windows are not served; use full attention")
+
+
+def find_attention(model: nn.Module) -> list[tuple[str, nn.Module, models.Architecture]]:
+    """The attention modules of a model; refuses a model that has none or has others beside them."""
+    found, strangers = [], []
+    for name, module in model.named_modules():
+        architecture = models.of_attention(type(module))
+        if architecture is not None:
+            found.append((name, module, architecture))
+        elif type(module).__name__.endswith("Attention"):
+            strangers.append(type(module).__name__)
+    if strangers or not found:
+        what = f"has {', '.join(sorted(set(strangers)))}" if strangers else "has no attention module known here"
+        raise PreflightError(f"{type(model).__name__} {what}: served attention classes are {models.served()}")
+    return found
+
+
+def check_engine(engine, sp_size: int, largest_parameter: int) -> None:
+    """A DeepSpeed engine: precision, and settings under which gradients of a sharded sequence would be scaled wrong."""
+    if engine.fp16_enabled():
+        raise PreflightError("fp16 is not tested under sequence parallelism: use bf16 or fp32")
+    if engine.torch_autocast_enabled() if hasattr(engine, "torch_autocast_enabled") else False:
+        raise PreflightError("torch_autocast is not supported: use bf16 or fp32 weights")
+    if engine.sequence_parallel_size != sp_size:
+        raise PreflightError(
+            f"the engine was made with sequence-parallel size {engine.sequence_parallel_size}, this handle has {sp_size}: "
+            "pass mpu=handle.mpu to deepspeed.initialize"
+        )
+    zero = engine._config.zero_config
+    if sp_size > 1:
+        factor = engine._config.gradient_predivide_factor
+        if factor != 1.0:
+            raise PreflightError(f"gradient_predivide_factor={factor} under sp_size={sp_size}: set it to 1.0")
+        if getattr(zero, "zero_quantized_gradients", False):
+            raise PreflightError("zero_quantized_gradients is not tested under sequence parallelism: set it to false")
+        if engine.zero_optimization_stage() == 3 and not zero.reduce_scatter:
+            if not zero.contiguous_gradients or largest_parameter > zero.reduce_bucket_size:
+                raise PreflightError(
+                    f"ZeRO-3 with reduce_scatter=false, contiguous_gradients={zero.contiguous_gradients}, "
+                    f"reduce_bucket_size={int(zero.reduce_bucket_size)} and a parameter of {largest_parameter} elements: DeepSpeed "
+                    "scales some gradients by sp_size and others not. Set reduce_scatter=true"
+                )
+
+
+def live_layers(ds_config: dict, layer_parameters: int) -> float | None:
+    """How many decoder layers ZeRO-3 may keep gathered at once (`stage3_max_live_parameters`), or None without ZeRO-3."""
+    zero = ds_config.get("zero_optimization", {}) if isinstance(ds_config, dict) else {}
+    if zero.get("stage") != 3:
+        return None
+    live = zero.get("stage3_max_live_parameters", 1e9)
+    return float(live) / layer_parameters if live != "auto" else None
+
+
+def numel(parameter: torch.Tensor) -> int:
+    """Elements of a parameter, also of one that ZeRO-3 has partitioned."""
+    return getattr(parameter, "ds_numel", parameter.numel())
