@@ -142,6 +142,7 @@ def attention_forward(plain, architecture: models.Architecture):
         if attention_mask is not None and attention_mask.numel() > 1:
             raise PreflightError(_no_mask(attention_mask))
         preflight.check_attention(type(self).__name__, self, architecture)
+        preflight.check_dtype(hidden_states.dtype)
         cos, sin = position_embeddings
         head_dim = architecture.head_dim(self)
         spec = BlockSpec(
@@ -177,6 +178,8 @@ def decoder_forward(plain):
 def _prepare_decoder_inputs(sharding: Sharding, kwargs: dict) -> None:
     if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
         raise PreflightError(_NO_CACHE)
+    if kwargs.get("output_attentions"):
+        raise PreflightError("output_attentions=True: attention weights are never formed on a sharded model; leave it out")
     kwargs["use_cache"] = False
     tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     mask = kwargs.get("attention_mask")

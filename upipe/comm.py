@@ -58,7 +58,6 @@ class SequenceParallelGroups:
         self.sp_rank, self.dp_rank = rank % sp_size, rank // sp_size
         self._owned: list[dist.ProcessGroup] = []
         self.sp_group = self._own([range(d * sp_size, (d + 1) * sp_size) for d in range(self.dp_size)], rank)
-        self.dp_group = self._own([range(s, self.world_size, sp_size) for s in range(sp_size)], rank)
         self.model_group = self._own([range(r, r + 1) for r in range(self.world_size)], rank)
         self.world_group = dist.group.WORLD
 
@@ -72,7 +71,15 @@ class SequenceParallelGroups:
         return mine
 
     def destroy(self) -> None:
-        """Give the groups back. The object answers no more questions about them afterwards."""
+        """Give the groups back. The object answers no more questions about them afterwards.
+
+        DeepSpeed keeps the last mpu it was given for the whole process, and an engine made later without one would take
+        it over, sequence-parallel size and all; so it is told to forget this one.
+        """
+        from deepspeed.utils import groups
+
+        if groups.mpu is self:
+            groups.mpu = None
         while self._owned:
             dist.destroy_process_group(self._owned.pop())
 
@@ -100,7 +107,8 @@ class SequenceParallelGroups:
         return dist.get_rank()
 
     def get_data_parallel_group(self):
-        return self.dp_group
+        """All ranks: ZeRO-3 partitions parameters and reduces gradients over the group it gets under this name."""
+        return self.world_group
 
     def get_data_parallel_world_size(self) -> int:
         return self.dp_size

@@ -77,6 +77,11 @@ def check_attention(name: str, module: nn.Module, architecture: models.Architect
         raise PreflightError(f"{name} has sliding_window={window}: windows are not served; use full attention")
 
 
+def check_dtype(dtype: torch.dtype) -> None:
+    if dtype == torch.float16:
+        raise PreflightError("fp16 is not tested under sequence parallelism: use bf16 or fp32")
+
+
 def find_attention(model: nn.Module) -> list[tuple[str, nn.Module, models.Architecture]]:
     """The attention modules of a model; refuses a model that has none or has others beside them."""
     found, strangers = [], []
@@ -95,8 +100,8 @@ def find_attention(model: nn.Module) -> list[tuple[str, nn.Module, models.Archit
 def check_engine(engine, sp_size: int, largest_parameter: int) -> None:
     """A DeepSpeed engine: precision, and settings under which gradients of a sharded sequence would be scaled wrong."""
     if engine.fp16_enabled():
-        raise PreflightError("fp16 is not tested under sequence parallelism: use bf16 or fp32")
-    if engine.torch_autocast_enabled() if hasattr(engine, "torch_autocast_enabled") else False:
+        check_dtype(torch.float16)
+    if engine.torch_autocast_enabled():
         raise PreflightError("torch_autocast is not supported: use bf16 or fp32 weights")
     if engine.sequence_parallel_size != sp_size:
         raise PreflightError(
