@@ -1,0 +1,260 @@
+"""Is the sharded model as accurate as the unsharded one? Output, loss and every gradient, tensor by tensor.
+
+For each case the same weights and inputs go through
+  - the plain Hugging Face model in fp32: the truth;
+  - the plain Hugging Face model in bf16: what bf16 costs without us;
+  - the same model under UPipe over all ranks, in the precision asked for.
+Two scopes: one attention block with random inputs and output gradients (nothing else adds error, so this is the sharp
+one), and a whole model with its loss.
+bf16 passes if no tensor's error (gradients, logits, block outputs) is more than 1.2 times the plain bf16 model's own;
+fp32 passes at 1e-5 (loss) and 1e-4 (tensors). The bf16 loss, one number and so a draw of luck, is recorded and not judged. Errors are norm(a-b)/norm(b), over all batches of a case together.
+
+    torchrun --standalone --nproc_per_node 2 -m experiments.parity --kernels fa4 cudnn flash
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import upipe
+from upipe import kernels
+
+MODELS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+BOUND_BF16 = 1.2
+BOUND_LOSS_FP32, BOUND_GRAD_FP32 = 1e-5, 1e-4
+
+
+def build(kind: str, heads: int, kv_heads: int, head_dim: int, layers: int, seed: int) -> torch.nn.Module:
+    """A plain fp32 model with distinct weights everywhere, each representable in bf16."""
+    config_class, model_class = MODELS[kind]
+    shape = dict(
+        vocab_size=512, hidden_size=heads * head_dim, intermediate_size=2 * heads * head_dim, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=False, max_position_embeddings=1 << 20,
+    )
+    if kind != "qwen2":
+        shape["head_dim"] = head_dim
+    if kind == "qwen3":
+        shape["hidden_size"] = heads * head_dim // 2
+    torch.manual_seed(seed)
+    model = model_class(config_class(**shape, attn_implementation="sdpa"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+            parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def plain_gradients(model, ids, device) -> tuple[float, dict[str, torch.Tensor]]:
+    model = copy.deepcopy(model).to(device)
+    outputs = model(input_ids=ids, labels=ids, use_cache=False)
+    outputs.loss.backward()
+    grads = {name: p.grad.float() for name, p in model.named_parameters()}
+    return outputs.loss.item(), {"logits": outputs.logits.detach().float(), **grads}
+
+
+def sharded_gradients(model, ids, config, device) -> tuple[float, dict[str, torch.Tensor], dict[str, str]]:
+    model = copy.deepcopy(model).to(device)
+    handle = upipe.apply(model, config)
+    (batch,) = handle.shard([{"input_ids": ids.cpu(), "labels": ids.cpu()}])
+    loss = handle.loss(model, batch)
+    loss.backward()
+    grads = {name: p.grad.float() for name, p in model.named_parameters()}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.float()
+    ran, grads["logits"] = handle.kernels, _gather_tokens(logits, handle)[:, : ids.shape[1]]
+    handle.remove()
+    return loss.item(), grads, ran
+
+
+def plain_block(model, x, grad, positions, device) -> dict[str, torch.Tensor]:
+    """Output and gradients of the first layer's attention, unsharded. x, grad: [1, S, D] fp32."""
+    attention, angles = _first_attention(copy.deepcopy(model).to(device))
+    x = x.to(next(attention.parameters()).dtype, copy=True).requires_grad_()
+    y, _ = attention(hidden_states=x, position_embeddings=angles(x, positions), attention_mask=None)
+    y.backward(grad.to(y.dtype))
+    return _named(attention, y, x)
+
+
+def sharded_block(model, x, grad, positions, config, device) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The same under UPipe: every rank its tokens; y and dx gathered, parameter gradients summed."""
+    model = copy.deepcopy(model).to(device)
+    handle = upipe.apply(model, config)
+    attention, angles = _first_attention(model)
+    L = x.shape[1] // handle.sp_size
+    part = slice(handle.sp_rank * L, handle.sp_rank * L + L)
+    x = x[:, part].to(next(attention.parameters()).dtype, copy=True).requires_grad_()
+    mine = positions[:, part].contiguous()
+    y, _ = attention(hidden_states=x, position_embeddings=angles(x, mine), attention_mask=None, position_ids=mine)
+    y.backward(grad[:, part].to(y.dtype))
+    tensors = _named(attention, y, x)
+    for name, tensor in tensors.items():
+        if name in ("y", "dx"):
+            tensors[name] = _gather_tokens(tensor, handle)
+        else:
+            dist.all_reduce(tensor)
+    ran = handle.kernels
+    handle.remove()
+    return tensors, ran
+
+
+def _gather_tokens(tensor, handle) -> torch.Tensor:
+    """[1, L, c] of every rank -> [1, S, c]."""
+    shards = [torch.empty_like(tensor) for _ in range(handle.sp_size)]
+    dist.all_gather(shards, tensor.contiguous(), group=handle.sp_group)
+    return torch.cat(shards, dim=1)
+
+
+def _first_attention(model):
+    return model.model.layers[0].self_attn, model.model.rotary_emb
+
+
+def _named(attention, y, x) -> dict[str, torch.Tensor]:
+    grads = {name: p.grad.float() for name, p in attention.named_parameters()}
+    return {"y": y.detach().float(), "dx": x.grad.float(), **grads}
+
+
+def run_case(kind, heads, kv_heads, head_dim, kernel, dtype, scope, tokens, batches, layers, heads_per_stage, device) -> dict:
+    world = dist.get_world_size()
+    if heads_per_stage is not None:
+        heads_per_stage = max(world, heads_per_stage // world * world)
+    config = upipe.UPipeConfig(sp_size=world, heads_per_stage=heads_per_stage, kernel=kernel)
+    squares: dict[str, list[float]] = {}
+    losses = []
+    ran: dict[str, str] = {}
+    start = time.perf_counter()
+    for index in range(batches):
+        model = build(kind, heads, kv_heads, head_dim, layers, seed=index)
+        generator = torch.Generator().manual_seed(index)
+        typed = copy.deepcopy(model).to(dtype)
+        if scope == "block":
+            shape = (1, tokens // world * world, model.config.hidden_size)
+            x, grad = (torch.randn(shape, generator=generator).bfloat16().float().to(device) for _ in range(2))
+            positions = torch.arange(shape[1], device=device)[None]
+            truth = plain_block(model, x, grad, positions, device)
+            plain = plain_block(typed, x, grad, positions, device)
+            ours, ran = sharded_block(typed, x, grad, positions, config, device)
+        else:
+            ids = torch.randint(0, 512, (1, tokens), generator=generator).to(device)
+            true_loss, truth = plain_gradients(model, ids, device)
+            plain_loss, plain = plain_gradients(typed, ids, device)
+            our_loss, ours, ran = sharded_gradients(typed, ids, config, device)
+            losses.append((true_loss, plain_loss, our_loss))
+        for name, true in truth.items():
+            sums = squares.setdefault(name, [0.0, 0.0, 0.0])
+            sums[0] += true.square().sum().item()
+            sums[1] += (plain[name] - true).square().sum().item()
+            sums[2] += (ours[name] - true).square().sum().item()
+    errors = {name: (math.sqrt(p / n), math.sqrt(o / n)) for name, (n, p, o) in squares.items()}
+    loss_error = tuple(max((abs(row[i] - row[0]) / row[0] for row in losses), default=0.0) for i in (1, 2))
+    if dtype == torch.float32:
+        worst = max(errors, key=lambda name: errors[name][1])
+        passed = loss_error[1] <= BOUND_LOSS_FP32 and errors[worst][1] <= BOUND_GRAD_FP32
+    else:
+        worst = max(errors, key=lambda name: errors[name][1] / errors[name][0])
+        passed = errors[worst][1] <= BOUND_BF16 * errors[worst][0]
+    return {
+        "experiment": "parity", "provenance": "measured", "method": "upipe", "scope": scope, "model": kind, "heads": heads, "kv_heads": kv_heads,
+        "head_dim": head_dim, "layers": layers, "tokens": tokens, "batches": batches, "sp": world,
+        "heads_per_stage": heads_per_stage or world, "dtype": str(dtype).removeprefix("torch."),
+        "kernel": ",".join(sorted(set(ran.values()))), "passed": passed, "worst": worst,
+        "worst_plain_error": errors[worst][0], "worst_error": errors[worst][1],
+        "median_plain_error": sorted(e[0] for e in errors.values())[len(errors) // 2],
+        "median_error": sorted(e[1] for e in errors.values())[len(errors) // 2],
+        "loss_plain_error": loss_error[0], "loss_error": loss_error[1], "errors": {n: [round(v, 7) for v in e] for n, e in errors.items()},
+        "seconds": round(time.perf_counter() - start, 2),
+    }
+
+
+def environment() -> dict:
+    """Where and with what a record was made."""
+    import deepspeed
+
+    def git(*words):
+        done = subprocess.run(["git", *words], capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "gpu": gpu, "gpus": torch.cuda.device_count(), "machine": platform.machine(), "commit": git("rev-parse", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "-uno")),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "deepspeed": deepspeed.__version__},
+        "command": "python -m experiments.parity " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+CASES = [
+    ("llama", 8, 2, 128, None),
+    ("llama", 8, 2, 64, 8),
+    ("llama", 6, 2, 128, None),
+    ("llama", 5, 5, 64, None),
+    ("qwen2", 14, 7, 64, None),
+    ("qwen2", 8, 1, 128, None),
+    ("qwen3", 16, 4, 128, 4),
+    ("qwen3", 9, 3, 64, None),
+]
+
+
+def report(record: dict) -> None:
+    print(
+        "{verdict} {kernel:>9} {scope} {model} {heads}/{kv_heads} d{head_dim} U{heads_per_stage}: worst {worst} {worst_error:.5f} "
+        "(plain {worst_plain_error:.5f}), median {median_error:.5f} ({median_plain_error:.5f}), loss {loss_error:.1e} "
+        "({loss_plain_error:.1e}), {seconds} s".format(verdict="PASS" if record["passed"] else "FAIL", **record),
+        flush=True,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", nargs="+", default=["auto"], choices=["auto", *kernels.names()])
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the cases to run")
+    parser.add_argument("--scopes", nargs="+", default=["block", "model"], choices=["block", "model"])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--out", help="append JSON lines here")
+    options = parser.parse_args(arguments)
+
+    upipe.init_distributed()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    lead = dist.get_rank() == 0
+    base = environment() if lead else {}
+    failed = 0
+    for kernel, scope in itertools.product(options.kernels, options.scopes):
+        for kind, heads, kv_heads, head_dim, width in CASES[: options.cases]:
+            record = run_case(
+                kind, heads, kv_heads, head_dim, kernel, getattr(torch, options.dtype), scope, options.tokens,
+                options.batches, options.layers, width, device,
+            )
+            failed += not record["passed"]
+            if lead:
+                report(record)
+                if options.out:
+                    with open(options.out, "a") as out:
+                        out.write(json.dumps({**record, **base}) + "\n")
+    dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
