@@ -1,0 +1,20 @@
+"""Fixtures of the suite: the worlds of ranks, and the environment every test runs in."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+from tests.world import Worlds
+
+
+@pytest.fixture(scope="session")
+def worlds():
+    """`worlds(n)`: a world of n gloo ranks, started once for the whole run."""
+    made = Worlds()
+    yield made
+    made.close()

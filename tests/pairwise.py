@@ -1,0 +1,48 @@
+"""Pairwise covering sets: few cases in which every two values of different factors meet."""
+
+import itertools
+import random
+
+
+def pairwise(factors, seed=0, candidates=60, allowed=None):
+    """Cases (dicts) that together hold every pair of values of every two factors.
+
+    Greedy: each case starts from a pair not yet covered, fills the other factors in random
+    order with the value that covers the most new pairs, and the best of `candidates` such
+    cases is kept. Same arguments, same cases.
+
+    factors: dict name -> sequence of values (hashable). allowed: predicate of a full case.
+    """
+    rng = random.Random(seed)
+    names = list(factors)
+    order = {name: list(factors[name]) for name in names}
+    missing = set()
+    for a, b in itertools.combinations(names, 2):
+        missing.update(((a, x), (b, y)) for x in order[a] for y in order[b])
+
+    def covered(case):
+        items = [(name, case[name]) for name in names if name in case]
+        return [pair for pair in itertools.combinations(items, 2) if pair in missing]
+
+    cases = []
+    while missing:
+        start = sorted(missing, key=repr)
+        best, gain = None, -1
+        for _ in range(candidates):
+            case = dict(rng.choice(start))
+            rest = [name for name in names if name not in case]
+            rng.shuffle(rest)
+            for name in rest:
+                values = order[name][:]
+                rng.shuffle(values)
+                case[name] = max(values, key=lambda v: len(covered({**case, name: v})))
+            if allowed is not None and not allowed(case):
+                continue
+            n = len(covered(case))
+            if n > gain:
+                best, gain = case, n
+        if best is None or gain < 1:
+            raise ValueError(f"no allowed case covers any of {start[:5]}")
+        missing.difference_update(covered(best))
+        cases.append({name: best[name] for name in names})
+    return cases
