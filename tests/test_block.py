@@ -40,8 +40,8 @@ def sharded_block(heads, kv_heads, width, head_dim, x, weights, cos, sin, grad, 
     """Output, input gradient and summed parameter gradients of the block over all ranks of the world."""
     P, rank = dist.get_world_size(), dist.get_rank()
     schedule = HeadSchedule(heads, kv_heads, P, width)
-    spec = BlockSpec(schedule, rank, dist.group.WORLD if P > 1 else None, select(kernel, Case("cpu", (0, 0), x.dtype, head_dim)),
-                     head_dim, 0.4, 1e-3, offsets)
+    spec = BlockSpec(schedule, rank=rank, group=dist.group.WORLD if P > 1 else None, head_dim=head_dim, scale=0.4,
+                     kernel=select(kernel, Case("cpu", (0, 0), x.dtype, head_dim)), norm_eps=1e-3, offsets=offsets)
     x, cos, sin, grad = (t.chunk(P, dim=1)[rank].contiguous() for t in (x, cos, sin, grad))
     x.requires_grad_(needs is None or "x" in needs)
     leaves = {name: w.clone().requires_grad_(needs is None or name in needs) for name, w in weights.items()}
@@ -148,7 +148,8 @@ def saved_shapes(heads, kv_heads):
     """Shapes of the tensors the block keeps for backward, parameters apart."""
     x, weights, cos, sin, _ = make(heads, kv_heads, 8, 20, 24, 1, False, False, 8)
     P, rank = dist.get_world_size(), dist.get_rank()
-    spec = BlockSpec(HeadSchedule(heads, kv_heads, P), rank, dist.group.WORLD, select("flash", Case("cpu", (0, 0), x.dtype, 8)), 8, 0.4)
+    spec = BlockSpec(HeadSchedule(heads, kv_heads, P), rank=rank, group=dist.group.WORLD, head_dim=8, scale=0.4,
+                     kernel=select("flash", Case("cpu", (0, 0), x.dtype, 8)))
     x, cos, sin = (t.chunk(P, dim=1)[rank].contiguous() for t in (x, cos, sin))
     leaves = {name: w.requires_grad_() for name, w in weights.items()}
     kept = []
@@ -169,7 +170,8 @@ def test_q_k_and_v_are_not_kept_for_backward(worlds):
 def mixed_dtypes():
     x, weights, cos, sin, _ = make(4, 2, 8, 20, 8, 1, False, False, 8)
     weights["wv"] = weights["wv"].float()
-    spec = BlockSpec(HeadSchedule(4, 2, 1), 0, None, select("reference", Case("cpu", (0, 0), x.dtype, 8)), 8, 0.4)
+    spec = BlockSpec(HeadSchedule(4, 2, 1), rank=0, group=None, head_dim=8, scale=0.4,
+                     kernel=select("reference", Case("cpu", (0, 0), x.dtype, 8)))
     return attention_block(x, Projections(**weights), cos, sin, spec)
 
 

@@ -70,9 +70,7 @@ class Sharding:
             )
         return self.schedules[heads, kv_heads]
 
-    def kernel(self, x: torch.Tensor, head_dim: int) -> kernels.Kernel:
-        capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else (0, 0)
-        case = kernels.Case(x.device.type, capability, x.dtype, head_dim)
+    def kernel(self, case: kernels.Case) -> kernels.Kernel:
         if case not in self.kernels:
             self.kernels[case] = kernels.select(self.config.kernel, case)
             if dist.get_rank() == 0:
@@ -143,17 +141,21 @@ def attention_forward(plain, architecture: models.Architecture):
             raise PreflightError(_no_mask(attention_mask))
         preflight.check_attention(type(self).__name__, self, architecture)
         preflight.check_dtype(hidden_states.dtype)
-        cos, sin = position_embeddings
-        head_dim = architecture.head_dim(self)
+        cos, sin = architecture.angles(position_embeddings)
+        window, softcap = architecture.window(self), architecture.softcap_of(self)
         spec = BlockSpec(
             schedule=sharding.schedule(*architecture.heads(self)),
             rank=sharding.groups.sp_rank,
             group=sharding.groups.sp_group,
-            kernel=sharding.kernel(hidden_states, head_dim),
-            head_dim=head_dim,
-            scale=architecture.scale(self),
+            kernel=sharding.kernel(kernels.Case.of(hidden_states, self.head_dim, window is not None, softcap is not None)),
+            head_dim=self.head_dim,
+            scale=self.scaling,
             norm_eps=architecture.norm_eps(self),
+            norm_width=architecture.norm_width or "head",
+            norm_offset=architecture.norm_offset,
             offsets=sharding.offsets(kwargs.get("position_ids"), hidden_states.shape[0]),
+            window=window,
+            softcap=softcap,
         )
         return attention_block(hidden_states, architecture.projections(self), cos, sin, spec), None
 
@@ -211,7 +213,7 @@ def _no_mask(mask) -> str:
 def subclass(base: type, sharding: Sharding, architecture: models.Architecture) -> type:
     """A subclass of an attention or decoder class that works on shards."""
     members = {"_upipe": sharding, "__module__": base.__module__}
-    if base is architecture.attention:
+    if architecture.is_attention(base):
         members |= {"__call__": attention_call(base), "forward": attention_forward(base.forward, architecture)}
     else:
         members["forward"] = decoder_forward(base.forward)
@@ -343,8 +345,8 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     the launcher's environment where it is not running.
 
     Args:
-        model: LlamaForCausalLM, Qwen2ForCausalLM or Qwen3ForCausalLM, with random or pretrained weights; also made under
-            `deepspeed.zero.Init` or on the meta device.
+        model: a causal LM of an architecture that `models.ARCHITECTURES` lists, with random or pretrained weights; also
+            made under `deepspeed.zero.Init` or on the meta device.
         config: settings.
         ds_config: the DeepSpeed configuration, to be reported on and warned about here and not at the first step.
 
@@ -366,10 +368,9 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     sharding = Sharding(config, SequenceParallelGroups(config.sp_size))
     subclasses: dict[type, type] = {}
     patched = []
-    decoders = {architecture.decoder: architecture for _, _, architecture in found}
     for module in model.modules():
         cls = type(module)
-        architecture = models.of_attention(cls) or decoders.get(cls)
+        architecture = models.of_attention(cls) or models.of_decoder(cls)
         if architecture is not None:
             if cls not in subclasses:
                 subclasses[cls] = subclass(cls, sharding, architecture)

@@ -96,9 +96,9 @@ def _patch_classes(hf_config, config: UPipeConfig) -> SequenceParallelGroups:
         hf_config.num_attention_heads, hf_config.num_key_value_heads, config.sp_size, config.heads_per_stage
     )
     architecture = models.of_model_type(hf_config.model_type)
-    classes = (architecture.attention, architecture.decoder)
+    classes = architecture.classes()
     if any("_upipe" in vars(c) for c in classes):
-        raise PreflightError(f"UPipe is on {architecture.attention.__name__} already: call remove() on the mpu it returned")
+        raise PreflightError(f"UPipe is on {architecture.attention_name} already: call remove() on the mpu it returned")
     sharding = Sharding(config, SequenceParallelGroups(config.sp_size))
     saved = []
     for base in classes:

@@ -42,7 +42,10 @@ class BlockSpec:
         head_dim: d.
         scale: factor on q.k before the softmax.
         norm_eps: epsilon of the q/k norms, where there are any.
-        offsets: document boundaries of the whole sequence (see `kernels`), or None.
+        norm_width: what a q/k norm takes the mean square over: "head" (each head by itself, weights [d]) or "full" (all
+            heads of the projection together, weights [H*d] and [K*d], as in OLMo-2).
+        norm_offset: added to the norms' weights (1 in Gemma).
+        offsets, window, softcap: see `kernels`.
     """
 
     schedule: HeadSchedule
@@ -52,19 +55,29 @@ class BlockSpec:
     head_dim: int
     scale: float
     norm_eps: float = 0.0
+    norm_width: str = "head"
+    norm_offset: float = 0.0
     offsets: Offsets | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def mask(self) -> dict:
+        return {"offsets": self.offsets, "window": self.window, "softcap": self.softcap}
 
 
 @dataclass(frozen=True)
 class Projections:
     """The parameters of an attention block, as torch.nn.Linear holds them: weights [out, in], biases [out].
 
-    wq [H*d, D], wk and wv [K*d, D], wo [D, H*d]; q_norm and k_norm [d] are weights of RMS norms over each head.
+    wq [H*d, D], wk and wv [K*d, D], wo [D, H*d]; or, in place of the first three, wqkv [(H+2K)*d, D] with their rows in
+    that order (Phi-3). q_norm and k_norm are weights of RMS norms (see `BlockSpec.norm_width`). sinks [H]: one logit a
+    query head that joins the softmax's denominator and attends to nothing (GPT-OSS).
     """
 
-    wq: torch.Tensor
-    wk: torch.Tensor
-    wv: torch.Tensor
+    wq: torch.Tensor | None
+    wk: torch.Tensor | None
+    wv: torch.Tensor | None
     wo: torch.Tensor
     bq: torch.Tensor | None = None
     bk: torch.Tensor | None = None
@@ -72,6 +85,8 @@ class Projections:
     bo: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    wqkv: torch.Tensor | None = None
 
 
 def attention_block(
@@ -103,7 +118,9 @@ class _AttentionBlock(torch.autograd.Function):
         out, lse = run.forward()
         ctx.spec = spec
         ctx.save_for_backward(cos, sin, x, out, lse, *params)
-        return run.from_rows(run.linear(out.view(run.N, -1), run.w.wo, run.w.bo))
+        y = run.from_rows(run.linear(out.view(run.N, -1), run.w.wo, run.w.bo))
+        # With B = 1 it is a view, and autograd forbids writing in place into a view that a Function returns.
+        return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
     @once_differentiable
@@ -112,6 +129,55 @@ class _AttentionBlock(torch.autograd.Function):
         run = _Run(ctx.spec, Projections(*params), x, cos, sin)
         dx, dparams = run.backward(grad, out, lse, ctx.needs_input_grad[3], ctx.needs_input_grad[4:])
         return None, None, None, dx, *dparams
+
+
+class Norm:
+    """RMS norm of each head by itself. weight: [d]."""
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+
+    def forward(self, raw: torch.Tensor, heads: range) -> torch.Tensor:
+        return rms_norm(raw, self.weight, self.eps)
+
+    def backward(self, grad: torch.Tensor, raw: torch.Tensor, weight_grad: torch.Tensor | None) -> torch.Tensor:
+        grad, share = rms_norm_backward(grad, raw, self.weight, self.eps)
+        if weight_grad is not None:
+            weight_grad += share
+        return grad
+
+
+class FullNorm:
+    """RMS norm over all heads of a projection together. weight: [heads, d], inverse: [N, 1, 1], width: heads*d.
+
+    The backward of a row needs all of its heads, so gradients pass through `backward` unchanged and `finish` does them.
+    """
+
+    def __init__(self, weight: torch.Tensor, inverse: torch.Tensor, width: int) -> None:
+        self.weight, self.inverse, self.width = weight, inverse, width
+
+    def forward(self, raw: torch.Tensor, heads: range) -> torch.Tensor:
+        wide = self.inverse.dtype
+        return (raw.to(wide) * self.inverse * self.weight[heads.start : heads.stop].to(wide)).to(raw.dtype)
+
+    def backward(self, grad: torch.Tensor, raw: torch.Tensor, weight_grad: torch.Tensor | None) -> torch.Tensor:
+        return grad
+
+    def finish(self, grads: torch.Tensor, project, weight_grad: torch.Tensor | None) -> None:
+        """Gradients of the normed heads to those of the raw ones, in place. grads: [N, heads, d]; project(heads) -> raw."""
+        wide = self.inverse.dtype
+        mean = torch.zeros_like(self.inverse)
+        for h in range(grads.shape[1]):
+            unit = project(range(h, h + 1)).to(wide) * self.inverse
+            grad = grads[:, h : h + 1].to(wide)
+            if weight_grad is not None:
+                weight_grad.view_as(self.weight)[h] += (grad * unit).sum((0, 1))
+            mean += (grad * self.weight[h].to(wide) * unit).sum(-1, keepdim=True)
+        mean /= self.width
+        for h in range(grads.shape[1]):
+            unit = project(range(h, h + 1)).to(wide) * self.inverse
+            scaled = grads[:, h : h + 1].to(wide) * self.weight[h].to(wide)
+            grads[:, h : h + 1] = (self.inverse * (scaled - unit * mean)).to(grads.dtype)
 
 
 class _Run:
@@ -124,6 +190,24 @@ class _Run:
         self.x = self.to_rows(x)
         self.cos, self.sin = (t.expand(self.B, -1, -1).transpose(0, 1).reshape(self.N, 1, -1) for t in (cos, sin))
         self.wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        H, K = self.sched.heads, self.sched.kv_heads
+        self.wq, self.wk, self.wv = weights.wq, weights.wk, weights.wv
+        if weights.wqkv is not None:
+            self.wq, self.wk, self.wv = weights.wqkv.split((H * self.d, K * self.d, K * self.d))
+        self.q_norm = self._norm(weights.q_norm, self.wq, weights.bq, H)
+        self.k_norm = self._norm(weights.k_norm, self.wk, weights.bk, K)
+
+    def _norm(self, weight, projection, bias, heads: int) -> Norm | None:
+        if weight is None:
+            return None
+        weight = weight if self.spec.norm_offset == 0 else weight.to(self.wide) + self.spec.norm_offset
+        if self.spec.norm_width == "head":
+            return Norm(weight, self.spec.norm_eps)
+        squares = sum(
+            self.project(range(h, h + 1), projection, bias).to(self.wide).square().sum((1, 2)) for h in range(heads)
+        )
+        inverse = torch.rsqrt(squares / (heads * self.d) + self.spec.norm_eps)
+        return FullNorm(weight.view(heads, self.d), inverse[:, None, None], heads * self.d)
 
     def to_rows(self, t: torch.Tensor) -> torch.Tensor:
         """[B, L, c] -> [N, c], token first; a view where B is 1."""
@@ -148,17 +232,17 @@ class _Run:
 
     def q_rows(self, heads: range) -> tuple[torch.Tensor, torch.Tensor]:
         """Query heads of the local rows, before the norm and as attention takes them: two of [N, heads, d]."""
-        return self._finish(self.project(heads, self.w.wq, self.w.bq), self.w.q_norm)
+        return self._finish(self.project(heads, self.wq, self.w.bq), self.q_norm, heads)
 
     def k_rows(self, heads: range) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._finish(self.project(heads, self.w.wk, self.w.bk), self.w.k_norm)
+        return self._finish(self.project(heads, self.wk, self.w.bk), self.k_norm, heads)
 
-    def _finish(self, raw, norm):
-        normed = raw if norm is None else rms_norm(raw, norm, self.spec.norm_eps)
+    def _finish(self, raw, norm, heads):
+        normed = raw if norm is None else norm.forward(raw, heads)
         return raw, rotate(normed, self.cos, self.sin)
 
     def v_rows(self, heads: range) -> torch.Tensor:
-        return self.project(heads, self.w.wv, self.w.bv)
+        return self.project(heads, self.wv, self.w.bv)
 
     def to_heads(self, pieces: list[torch.Tensor]) -> torch.Tensor:
         """All-to-all from rows to heads. pieces[r]: [N, heads of rank r, d] -> [B, S, own heads, d]."""
@@ -211,11 +295,19 @@ class _Run:
             head_out = torch.empty_like(q)
             for call, part, own_part in self.calls(stage):
                 k, v = self.kv_of(call, resident)
-                head_out[:, :, part], lse[:, own_part] = spec.kernel.forward(q[:, :, part], k, v, spec.scale, spec.offsets)
+                head_out[:, :, part], lse[:, own_part] = spec.kernel.forward(q[:, :, part], k, v, spec.scale, **spec.mask)
+                if self.w.sinks is not None:
+                    self._add_sinks(head_out[:, :, part], lse[:, own_part], self.w.sinks[call.q_first : call.q_first + call.q_count])
             for entry, got in zip(row, self.to_owners(head_out, [len(e.q_heads) for e in row])):
                 out[:, entry.q_heads.start : entry.q_heads.stop] = got
             self.release(stage, resident)
         return out, lse
+
+    def _add_sinks(self, out, lse, sinks) -> None:
+        """Put one more logit a head into the softmax's denominator, in place. out: [B, S, h, d], lse: [B, h, S]."""
+        before = lse.clone()
+        lse.copy_(torch.logaddexp(lse, sinks.to(lse.dtype)[None, :, None]))
+        out.copy_(out * (before - lse).exp().transpose(1, 2)[..., None])
 
     def calls(self, stage):
         """This rank's kernel calls, each with its slice of the stage's heads and of the rank's own heads."""
@@ -225,7 +317,7 @@ class _Run:
             yield call, slice(first, first + call.q_count), slice(own_first, own_first + call.q_count)
 
     def backward(self, grad, out, lse, need_dx: bool, needs: tuple[bool, ...]):
-        """-> dx [B, L, D] or None, gradients of the ten parameters (None where not needed)."""
+        """-> dx [B, L, D] or None, gradients of the parameters (None where not needed)."""
         spec, sched, w, d = self.spec, self.sched, self.w, self.d
         gy = self.to_rows(grad)
         H, K = sched.heads, sched.kv_heads
@@ -239,7 +331,8 @@ class _Run:
         joint = gy.new_empty(self.N, H + 2 * K, d)
         dq, dk, dv = joint[:, :H], joint[:, H : H + K], joint[:, H + K :]
         replicas = {"k": {}, "v": {}}
-        norm_grads = {name: torch.zeros(d, dtype=self.wide, device=gy.device) for name in ("q_norm", "k_norm") if need[name]}
+        norm_grads = {name: torch.zeros_like(getattr(w, name), dtype=self.wide) for name in ("q_norm", "k_norm") if need[name]}
+        sink_grads = gy.new_zeros(H, dtype=torch.float64) if need["sinks"] else None
         resident: dict = {}
         sums: dict = {}
         for stage, row in enumerate(sched.table):
@@ -253,16 +346,21 @@ class _Run:
                 k, v = self.kv_of(call, resident)
                 heads_dq[:, :, part], call_dk, call_dv = spec.kernel.backward(
                     heads_grad[:, :, part].contiguous(), q[:, :, part], k, v, heads_out[:, :, part].contiguous(),
-                    lse[:, own_part].contiguous(), spec.scale, spec.offsets,
+                    lse[:, own_part].contiguous(), spec.scale, **spec.mask,
                 )
+                if need["sinks"]:
+                    self._sink_gradient(sink_grads, call, heads_grad[:, :, part], heads_out[:, :, part], lse[:, own_part])
                 for i in range(call.kv_count):
                     _add(sums, call.kv_first + i, call_dk[:, :, i], call_dv[:, :, i], self.wide)
             for entry, part_raw, got in zip(row, raw, self.to_owners(heads_dq, [len(e.q_heads) for e in row])):
                 part = slice(entry.q_heads.start, entry.q_heads.stop)
-                dq[:, part] = self._unfinish(got, part_raw, w.q_norm, norm_grads.get("q_norm"))
+                dq[:, part] = self._unfinish(got, part_raw, self.q_norm, norm_grads.get("q_norm"))
             self._return_kv(row, sums, dk, dv, replicas)
             self.release(stage, resident)
         self._finish_kv(dk, dv, replicas, norm_grads)
+        for norm, part, weight, bias, name in ((self.q_norm, dq, self.wq, w.bq, "q_norm"), (self.k_norm, dk, self.wk, w.bk, "k_norm")):
+            if isinstance(norm, FullNorm):
+                norm.finish(part, lambda heads: self.project(heads, weight, bias), norm_grads.get(name))
 
         flat = joint.view(self.N, -1)
         spans = {"q": slice(0, H * d), "k": slice(H * d, (H + K) * d), "v": slice((H + K) * d, (H + 2 * K) * d)}
@@ -271,20 +369,27 @@ class _Run:
                 result[f"w{name}"] = flat[:, span].t() @ self.x
             if need[f"b{name}"]:
                 result[f"b{name}"] = flat[:, span].sum(0, dtype=self.wide).to(flat.dtype)
-        for name, value in norm_grads.items():
-            result[name] = value.to(w.q_norm.dtype)
-        dx = self.from_rows(flat @ torch.cat((w.wq, w.wk, w.wv))) if need_dx else None
+        if need["wqkv"]:
+            result["wqkv"] = flat.t() @ self.x
+        for name, value in (norm_grads | {"sinks": sink_grads}).items():
+            if value is not None:
+                result[name] = value.to(getattr(w, name).dtype)
+        joint_weight = w.wqkv if w.wqkv is not None else torch.cat((w.wq, w.wk, w.wv))
+        dx = self.from_rows(flat @ joint_weight) if need_dx else None
         return dx, tuple(result.values())
 
     def _unfinish(self, grad, raw, norm, norm_grad):
-        """Backward of `_finish`: rotation, then norm. grad, raw: [N, heads, d]."""
+        """Backward of `_finish`: rotation, then the norm if it is a head's own. grad, raw: [N, heads, d]."""
         grad = rotate(grad, self.cos, self.sin, inverse=True)
-        if norm is None:
-            return grad
-        grad, share = rms_norm_backward(grad, raw, norm, self.spec.norm_eps)
-        if norm_grad is not None:
-            norm_grad += share
-        return grad
+        return grad if norm is None else norm.backward(grad, raw, norm_grad)
+
+    def _sink_gradient(self, total, call, grad, out, lse) -> None:
+        """A sink's gradient: minus its probability times the row's sum of grad*out. lse has the sink in it. total: [H], in
+        fp64, because the rows nearly cancel."""
+        heads = slice(call.q_first, call.q_first + call.q_count)
+        rows = (grad.double() * out.double()).sum(-1).transpose(1, 2)
+        share = (self.w.sinks[heads].double()[None, :, None] - lse.double()).exp()
+        total[heads] -= (share * rows).sum((0, 2))
 
     def _return_kv(self, row, sums, dk, dv, replicas) -> None:
         """Send gradients of the kv heads that leave in this stage to the owners of their rows."""
@@ -316,8 +421,8 @@ class _Run:
             for kv, total in replicas[name].items():
                 target[:, kv] = total.to(target.dtype)
         for kv in range(self.sched.kv_heads):
-            raw = self.project(range(kv, kv + 1), self.w.wk, self.w.bk)
-            dk[:, kv : kv + 1] = self._unfinish(dk[:, kv : kv + 1], raw, self.w.k_norm, norm_grads.get("k_norm"))
+            raw = self.project(range(kv, kv + 1), self.wk, self.w.bk)
+            dk[:, kv : kv + 1] = self._unfinish(dk[:, kv : kv + 1], raw, self.k_norm, norm_grads.get("k_norm"))
 
 
 def _add(sums: dict, kv: int, dk: torch.Tensor, dv: torch.Tensor, wide: torch.dtype) -> None:

@@ -57,24 +57,23 @@ def check_config(config) -> None:
             f"rope_type={kind!r} chooses its frequencies by the length each rank sees, which differs between shards: "
             "use default, linear, llama3 or yarn"
         )
-    if getattr(config, "use_sliding_window", False):
+    if getattr(config, "use_bidirectional_attention", False):
+        raise PreflightError("use_bidirectional_attention=True: only causal attention is served")
+    if getattr(config, "output_router_logits", False):
         raise PreflightError(
-            f"use_sliding_window=True (sliding_window={config.sliding_window}): windows are not served; set use_sliding_window=False"
+            "output_router_logits=True: the load-balancing loss of a shard is not that of the sequence; set it to False"
         )
 
 
 def check_attention(name: str, module: nn.Module, architecture: models.Architecture) -> None:
-    """One attention module: projections that can be read row by row, no window."""
-    for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+    """One attention module: projections that can be read row by row."""
+    for part in architecture.linear_names:
         projection = getattr(module, part)
         if type(projection) is not nn.Linear:
             raise PreflightError(
                 f"{name}.{part} is a {type(projection).__name__}, not a plain torch.nn.Linear: its weight alone does not "
                 "say what it computes (adapter, quantised or tensor-parallel layer). Merge or remove it first"
             )
-    window = architecture.window(module)
-    if window is not None:
-        raise PreflightError(f"{name} has sliding_window={window}: windows are not served; use full attention")
 
 
 def check_dtype(dtype: torch.dtype) -> None:
