@@ -120,7 +120,7 @@ def switched_by_one_name(folder, stage):
         assert_close(f"gradient of {name} and DeepSpeed's own", grads[name], expected, 1e-4)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_switching_from_deepspeed_s_class_by_one_name(folder, stage):
     """DeepSpeed's class makes groups and patches that it never takes back: the world is not used again."""
     world = World(2)
@@ -458,8 +458,7 @@ def test_universal_checkpoint_from_two_ranks_to_four(worlds, tmp_path, stage):
     folder = str(tmp_path)
     values, loss, after = worlds(2).run(saved, folder=folder, stage=stage, sp=2)[0]
     state = torch.load(sorted(glob.glob(f"{folder}/kept/*model_states.pt"))[0], weights_only=False)
-    dimensions = next((v for k, v in state.items() if "parallel_dim" in k), None)
-    assert dimensions is None or set(dimensions.values()) == {1}, dimensions
+    assert state["checkpoint_parallel_dimensions"] == {"pp_degree": 1, "tp_degree": 1}
     worlds(1).run(to_universal, folder=folder)
     worlds(4).run(loaded, folder=folder, stage=stage, sp=4, values=values, loss=loss, after=after, universal=True)
 
@@ -621,7 +620,7 @@ def compiled(stage, sp, backend):
     handle.remove()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
 def test_compiled_model(worlds, stage):
     worlds(2).run(compiled, stage=stage, sp=2, backend="aot_eager")
 

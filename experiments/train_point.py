@@ -1,0 +1,236 @@
+"""A point of kind `train`: optimizer steps of a model under DeepSpeed with UPipe, timed one by one.
+
+Weights and tokens are random, from the seed; every step has new tokens. The model, optimizer and DeepSpeed
+configuration are those of `upipe train`. A step is timed from a barrier to a device synchronisation: forward and
+backward passes of its micro-batches and the optimizer step, without making the batch; the slowest rank counts.
+Memory is that of the timed steps, of the rank with the highest peak; on the CPU there is none to report.
+
+Shapes: B sequences of a micro-batch, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+import upipe
+from upipe import kernels
+from upipe.build import ModelConfig, build_model, count_parameters, hf_config
+from upipe.config import ConfigError, Length
+from upipe.preflight import PreflightError, check_schedule
+from upipe.records import Record, tokens_per_step, unit_gib
+from upipe.trainer import TrainConfig, build_optimizer, deepspeed_config
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass
+class Point:
+    """Settings of a point.
+
+    tokens: S. processes: ranks of the run, one a GPU; sp x dp. model_name: what records call the model. device: "cpu"
+    runs on the CPU even where there are GPUs. train.steps: all optimizer steps; the first `untimed_steps` of them warm
+    up, none only where a single step is asked for. Of `train`, run_dir and overwrite mean nothing here.
+    """
+
+    model_name: str
+    model: ModelConfig
+    tokens: Length
+    processes: int
+    method: Literal["upipe"] = "upipe"
+    device: Literal["cuda", "cpu"] = "cuda"
+    untimed_steps: int = 1
+    train: TrainConfig = field(default_factory=TrainConfig)
+    upipe: upipe.UPipeConfig = field(default_factory=upipe.UPipeConfig)
+
+    def __post_init__(self):
+        for name, least in (("tokens", 2), ("processes", 1), ("untimed_steps", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if self.untimed_steps >= self.train.steps:
+            raise ValueError(f"untimed_steps={self.untimed_steps} of train.steps={self.train.steps}: leave one to be timed")
+        if self.untimed_steps == 0 and self.train.steps > 1:
+            raise ValueError(f"untimed_steps=0 with train.steps={self.train.steps}: warm up, or ask for a single step")
+
+
+def record(point: Point) -> Record:
+    """What is known of a point before it runs."""
+    shape, sp = _shape(point.model), point.upipe.sp_size
+    U = point.upipe.heads_per_stage
+    return Record(
+        method=point.method, model=point.model_name, layers=shape.num_hidden_layers, tokens=point.tokens,
+        sp=sp, ring=1, dp=point.processes // sp if sp > 0 and point.processes % sp == 0 else None, zero=point.train.zero_stage,
+        heads_per_stage=sp if U is None else U, kernel=None if point.upipe.kernel == "auto" else point.upipe.kernel,
+        attention_output="device", offload="none", dtype=DTYPES[point.train.dtype], warmup_steps=point.untimed_steps,
+        extra={
+            "scope": "model", "device": point.device, "processes": point.processes, "hidden_size": shape.hidden_size,
+            "heads": shape.num_attention_heads, "kv_heads": shape.num_key_value_heads,
+            "micro_batch_size": point.train.micro_batch_size, "accumulation": point.train.accumulation,
+            "checkpointing": point.model.checkpointing, "data": f"random tokens, seed {point.train.seed}",
+        },
+    )
+
+
+def verdict(point: Point) -> str:
+    """Whether the head schedule and the ranks fit together: "ok", or the refusal."""
+    shape, sp = _shape(point.model), point.upipe.sp_size
+    if sp < 1 or point.processes % sp:
+        works = [n for n in range(1, point.processes + 1) if point.processes % n == 0]
+        return f"refused: sp_size={sp} does not divide the {point.processes} processes: use one of {works}"
+    try:
+        check_schedule(shape.num_attention_heads, shape.num_key_value_heads, sp, point.upipe.heads_per_stage)
+    except PreflightError as error:
+        return f"refused: {error}"
+    return "ok"
+
+
+def run(point: Point) -> Record:
+    """Train and measure; collective over the launched ranks.
+
+    Raises PreflightError or ConfigError before the first step for what is refused, FloatingPointError where the loss is
+    not finite, and what torch raises where memory runs out.
+    """
+    cuda = point.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: there is no GPU here; device=cpu runs on the CPU")
+    # torch 2.13 deprecates collectives under the names that DeepSpeed calls, at every call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    upipe.init_distributed()
+    if dist.get_world_size() != point.processes:
+        raise ConfigError(f"processes={point.processes}, but the world has {dist.get_world_size()}")
+    model = build_model(point.model, seed=point.train.seed)
+    parameters, vocabulary = count_parameters(model), model.config.vocab_size
+    ds_config = deepspeed_config(point.train, cuda=cuda)
+    handle = upipe.apply(model, point.upipe, ds_config=ds_config)
+    _check_kernel(point, model, handle.device)
+    engine = _engine(model, ds_config, handle, point.train, cuda)
+    steps = _Steps(engine, handle, cuda)
+    measured = steps.run(_batches(point, vocabulary, handle.dp_rank), point.train.steps, point.untimed_steps)
+    done = record(point)
+    used = sorted(set(handle.kernels.values()))
+    done.kernel = used[0] if len(used) == 1 else None
+    done.dp = handle.dp_size
+    done.extra |= {"parameters": parameters, "kernels": used, "losses": measured.pop("losses")}
+    done = done.updated(measured)
+    if cuda:
+        done.tokens_per_s_per_gpu = tokens_per_step(done) / done.time_s / point.processes
+        done.peak_units = done.peak_above_states_gib / unit_gib(done)
+    handle.remove()
+    dist.destroy_process_group()
+    return done
+
+
+def _engine(model, ds_config: dict, handle, config: TrainConfig, cuda: bool) -> Any:
+    import deepspeed
+
+    optimizer = build_optimizer(model, config, cuda=cuda)
+    engine, *_ = deepspeed.initialize(
+        model=model, config=ds_config, mpu=handle.mpu, optimizer=optimizer, dist_init_required=False
+    )
+    return engine
+
+
+def _check_kernel(point: Point, model, device: torch.device) -> None:
+    """Refuse a kernel that declines the case now rather than in the first forward pass."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    try:
+        kernels.select(
+            point.upipe.kernel, kernels.Case(device.type, capability, getattr(torch, DTYPES[point.train.dtype]), head_dim)
+        )
+    except ValueError as error:
+        raise PreflightError(str(error)) from None
+
+
+def _batches(point: Point, vocabulary: int, dp_rank: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Global batches without end: [B, S] random tokens that depend on the seed, the data-parallel rank and the count."""
+    generator = torch.Generator().manual_seed(point.train.seed * 1_000_003 + dp_rank)
+    while True:
+        ids = torch.randint(vocabulary, (point.train.micro_batch_size, point.tokens), generator=generator)
+        yield {"input_ids": ids, "labels": ids}
+
+
+class _Steps:
+    """Runs and measures optimizer steps."""
+
+    def __init__(self, engine, handle, cuda: bool):
+        self.engine, self.handle, self.cuda = engine, handle, cuda
+
+    def run(self, batches: Iterator[dict], steps: int, untimed: int) -> dict[str, Any]:
+        """-> the fields of a record that only a run can fill, and `losses`, that of every step."""
+        accumulation = self.engine.gradient_accumulation_steps()
+        shards = iter(self.handle.shard(batches, accumulation=accumulation))
+        seconds, losses = [], []
+        for step in range(steps):
+            if self.cuda and step == untimed:
+                torch.cuda.reset_peak_memory_stats()
+            window = [next(shards) for _ in range(accumulation)]
+            elapsed, loss = self._step(window)
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"the loss of step {step} is {loss}")
+            seconds.append(elapsed)
+            losses.append(loss)
+        norm = self.engine.get_global_grad_norm()
+        times = self._slowest(seconds[untimed:])
+        fields = {
+            "times_s": times, "time_s": statistics.median(times), "losses": losses, "loss": losses[-1],
+            "grad_norm": None if norm is None else float(norm),
+        }
+        return fields | (self._memory() if self.cuda else {})
+
+    def _step(self, window: list[dict]) -> tuple[float, float]:
+        """One optimizer step -> its seconds on this rank, and its loss."""
+        dist.barrier()
+        self._synchronise()
+        started = time.perf_counter()
+        parts = []
+        for batch in window:
+            loss = self.handle.loss(self.engine, batch)
+            self.engine.backward(loss)
+            self.engine.step()
+            parts.append(loss.detach())
+        self._synchronise()
+        return time.perf_counter() - started, float(torch.stack(parts).mean())
+
+    def _synchronise(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        times = torch.tensor(seconds, dtype=torch.float64, device=self.handle.device)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        return times.tolist()
+
+    def _memory(self) -> dict[str, float]:
+        """Device memory in GiB, of the rank with the highest peak; pinned host memory of all ranks together."""
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        # ZeRO-3 may hold on to gathered parameters between steps; states are without them.
+        self.engine.empty_partition_cache()
+        states = torch.cuda.memory_allocated()
+        pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+        every: list = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (peak, reserved, states, pinned))
+        peak, reserved, states, _ = max(every)
+        return {
+            "peak_gib": peak / 2**30, "reserved_gib": reserved / 2**30, "states_gib": states / 2**30,
+            "peak_above_states_gib": (peak - states) / 2**30, "host_pinned_gib": sum(row[3] for row in every) / 2**30,
+        }
+
+
+def _shape(model: ModelConfig) -> Any:
+    """The Hugging Face configuration of a model that may be a shape or a checkpoint."""
+    if model.pretrained is None:
+        return hf_config(model)
+    from transformers import AutoConfig
+
+    extra = {} if model.gguf_file is None else {"gguf_file": model.gguf_file}
+    return AutoConfig.from_pretrained(model.pretrained, **extra)

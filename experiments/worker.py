@@ -1,0 +1,115 @@
+"""The processes of one point: the launcher, and its ranks.
+
+    python -m experiments.worker launch FOLDER PARENT     becomes torchrun, and dies with process PARENT, the runner
+    python -m experiments.worker rank FOLDER [PARENT]     one rank; dies with process PARENT, its launcher
+
+FOLDER has `point.json`, what to run. Every rank leaves `rank-<n>.json` there: how it ended, and, from rank 0, the record.
+A rank runs in a child of its process. The parent imports nothing large and waits, so a rank that is killed still gets
+an outcome: out of host memory where the kernel says that it killed for memory meanwhile, failed otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from experiments.processes import die_with_parent, kernel_kills
+
+
+def launch(folder: Path, parent: int) -> None:
+    """Replace this process by torchrun with the point's ranks."""
+    die_with_parent(parent)
+    processes = json.loads((folder / "point.json").read_text())["processes"]
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    # exec keeps the process id, so torchrun is the process that the ranks are told to die with.
+    rank_words = ["-m", "experiments.worker", "rank", str(folder), str(os.getpid())]
+    os.execv(sys.executable, [sys.executable, *words, *rank_words])
+
+
+def rank(folder: Path, launcher: int | None = None) -> int:
+    """Run one rank in a child process and see to its result; returns 0 where it has one that is ok."""
+    die_with_parent(os.getppid() if launcher is None else launcher)
+    number, kills, parent = int(os.environ["RANK"]), kernel_kills(), os.getpid()
+    child = os.fork()
+    if child == 0:
+        die_with_parent(parent)
+        os._exit(_work(folder, number))
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0 and not (folder / f"rank-{number}.json").exists():
+        outcome, reason = death(-code, kills, kernel_kills())
+        leave(folder, number, {"outcome": outcome, "reason": reason, "signal": -code})
+    return int(code != 0)
+
+
+def death(number: int, kills_before: int | None, kills_after: int | None) -> tuple[str, str]:
+    """The outcome of a rank that signal `number` ended, and the reason.
+
+    Args:
+        kills_before, kills_after: `kernel_kills()` when it started and when it had ended.
+    """
+    name = signal.Signals(number).name
+    if number == signal.SIGKILL and kills_before is not None and kills_after is not None:
+        if kills_after > kills_before:
+            return "oom_host", f"{name} by the kernel's out-of-memory killer ({kills_after - kills_before} processes killed)"
+        return "failed", f"ended by {name}; the kernel reports no out-of-memory kill"
+    if number == signal.SIGKILL:
+        return "failed", f"ended by {name}; whether the kernel killed it for memory cannot be read here"
+    return "failed", f"ended by {name}"
+
+
+def leave(folder: Path, number: int, result: dict[str, Any]) -> None:
+    """Write a rank's result, whole or not at all."""
+    path = folder / f"rank-{number}.json"
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"rank": number, "time": time.time(), **result}))
+    os.replace(part, path)
+
+
+def _work(folder: Path, number: int) -> int:
+    """The rank itself; returns the exit status of the child. Ends without Python's clean-up, which can hang after a
+    failed collective."""
+    try:
+        from experiments import points
+        from upipe.config import from_mapping
+        from upipe.environment import gpu_name
+
+        task = json.loads((folder / "point.json").read_text())
+        kind = points.kind_of(task["kind"])
+        record = kind.run(from_mapping(kind.Point, task["settings"], folder=task["folder"]))
+        result = {"outcome": "ok"}
+        if number == 0:
+            result["record"] = record.to_dict()
+            result["gpu"] = gpu_name() if task["gpus"] else None
+        leave(folder, number, result)
+        return 0
+    except BaseException as error:
+        from upipe.outcomes import classify
+
+        outcome, reason = classify(error)
+        leave(folder, number, {"outcome": outcome, "reason": reason})
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["launch"] and len(words) == 3:
+        launch(Path(words[1]), int(words[2]))
+    if words[:1] == ["rank"] and len(words) in (2, 3):
+        return rank(Path(words[1]), *map(int, words[2:]))
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

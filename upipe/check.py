@@ -1,0 +1,204 @@
+"""The self-check: on one batch, the sharded model's loss and every gradient against the plain, unsharded model's.
+
+The plain model is built anew on the first rank with the weights gathered from the engine, and is Hugging Face's own
+forward with `labels` on the whole batch. Errors are relative: |a - b| / |b| in the 2-norm, in float64; where the
+reference is zero the error is |a| and at most ABSOLUTE is allowed. No parameter is left out.
+
+In fp32 the loss must agree to LOSS and every gradient to GRADIENT. In bf16 there is no exact answer to agree with:
+the error of the plain bf16 model against the plain fp32 model with the same (bf16-rounded) weights is the measure, and
+the sharded model's error against that same fp32 model may be RATIO times it; what is below the resolution of bf16
+itself (FLOOR, 2**-8 relative for gradients, LOSS_FLOOR for the loss) passes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+LOSS = 1e-5
+GRADIENT = 1e-4
+ABSOLUTE = 1e-7
+RATIO = 1.2
+FLOOR = 2.0**-8
+LOSS_FLOOR = 1e-3
+
+
+@dataclass
+class CheckResult:
+    """What the check found; the same on every rank. Errors are relative to the plain fp32 model. `plain` holds the
+    errors of the plain bf16 model, and is empty in fp32. "loss" in `errors` and `plain` is the loss."""
+
+    dtype: str
+    loss: float
+    reference_loss: float
+    errors: dict[str, float]
+    plain: dict[str, float] = field(default_factory=dict)
+
+    def allowed(self, name: str) -> float:
+        """The greatest error of the gradient `name`, or of the "loss", that passes."""
+        if self.dtype == "fp32":
+            return LOSS if name == "loss" else GRADIENT
+        return max(RATIO * self.plain[name], LOSS_FLOOR if name == "loss" else FLOOR)
+
+    @property
+    def failed(self) -> list[str]:
+        """Names of what is out of bounds."""
+        # Written so that a NaN fails.
+        return [name for name, error in self.errors.items() if not error <= self.allowed(name)]
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed
+
+    @property
+    def worst(self) -> str:
+        """The name of the gradient that is worst in proportion to what is allowed."""
+        names = [name for name in self.errors if name != "loss"]
+        return max(names, key=lambda name: _orderable(self.errors[name] / self.allowed(name)))
+
+    def __str__(self) -> str:
+        worst = self.worst
+        lines = [
+            f"self-check in {self.dtype}: UPipe under DeepSpeed against the unsharded model, one batch",
+            f"  loss      UPipe {self.loss:.7f}   unsharded {self.reference_loss:.7f}   "
+            f"relative error {self.errors['loss']:.2e} (allowed {self.allowed('loss'):.2e})",
+            f"  gradients worst of {len(self.errors) - 1}: {worst}   "
+            f"relative error {self.errors[worst]:.2e} (allowed {self.allowed(worst):.2e})",
+        ]
+        if self.plain:
+            lines.append(
+                f"  (errors against the unsharded fp32 model; allowed is {RATIO} times the unsharded bf16 model's own: "
+                f"loss {self.plain['loss']:.2e}, {worst} {self.plain[worst]:.2e})"
+            )
+        for name in self.failed[:10]:
+            lines.append(f"  out of bounds: {name} {self.errors[name]:.2e} (allowed {self.allowed(name):.2e})")
+        lines.append("PASS" if self.passed else f"FAIL: {len(self.failed)} of {len(self.errors)} out of bounds")
+        return "\n".join(lines)
+
+
+def self_check(
+    engine: Any,
+    handle: Any,
+    build_reference: Callable[[], nn.Module],
+    batch: dict[str, Tensor],
+    *,
+    accumulation: int = 1,
+) -> CheckResult:
+    """Run the check; collective, every rank calls it with the same arguments.
+
+    engine: the DeepSpeed engine of a model that UPipe is applied to, at an accumulation boundary.
+    build_reference: builds the plain fp32 model in training mode; called on the first rank, its weights are replaced.
+    batch: the global batch of one accumulation window, [N, S] tensors on the CPU (input_ids and labels at least), where
+    N = dp_size * accumulation * B; the rows go to the data-parallel ranks in order, then to the micro-batches.
+
+    The engine's gradients are those of the check afterwards: it must not be stepped again.
+    Raises ValueError where N does not divide.
+    """
+    rows = batch["input_ids"].shape[0]
+    if rows % (handle.dp_size * accumulation):
+        raise ValueError(
+            f"a batch of {rows} rows does not divide over {handle.dp_size} data-parallel ranks x {accumulation} "
+            f"micro-batches; give a multiple of {handle.dp_size * accumulation}"
+        )
+    micro_batches = list(_micro_batches(batch, handle.dp_size, handle.dp_rank, accumulation))
+    loss = 0.0
+    for i, micro in enumerate(handle.shard(micro_batches, accumulation=accumulation)):
+        value = handle.loss(engine, micro)
+        engine.backward(value)
+        loss += float(value.detach()) / accumulation
+        if i < accumulation - 1:
+            engine.step()
+    gradients = _full_gradients(engine)
+    weights = _full_weights(engine)
+    result = None
+    if dist.get_rank() == 0:
+        dtype = "bf16" if next(iter(weights.values())).dtype == torch.bfloat16 else "fp32"
+        reference_loss, reference = _plain_gradients(build_reference(), weights, batch, handle.device, torch.float32)
+        result = CheckResult(dtype, loss, reference_loss, _errors(loss, gradients, reference_loss, reference))
+        if dtype == "bf16":
+            plain_loss, plain = _plain_gradients(build_reference(), weights, batch, handle.device, torch.bfloat16)
+            result.plain = _errors(plain_loss, plain, reference_loss, reference)
+    box = [result]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def relative_error(value: Tensor | None, reference: Tensor | None) -> float:
+    """|value - reference| / |reference| in float64. None counts as zero. Where the reference is zero: 0 up to ABSOLUTE
+    in absolute terms, else infinite."""
+    if reference is None or not reference.any():
+        size = 0.0 if value is None else float(value.double().norm())
+        return 0.0 if size <= ABSOLUTE else math.inf
+    if value is None:
+        return 1.0
+    if value.shape != reference.shape:
+        raise ValueError(f"shapes differ: {tuple(value.shape)} and {tuple(reference.shape)}")
+    b = reference.double()
+    return float((value.double() - b).norm() / b.norm())
+
+
+def _errors(
+    loss: float, gradients: dict[str, Tensor | None], reference_loss: float, reference: dict[str, Tensor | None]
+) -> dict[str, float]:
+    if gradients.keys() != reference.keys():
+        raise ValueError(f"parameters differ: {sorted(gradients.keys() ^ reference.keys())}")
+    errors = {"loss": abs(loss - reference_loss) / abs(reference_loss)}
+    return errors | {name: relative_error(gradients[name], reference[name]) for name in reference}
+
+
+def _micro_batches(
+    batch: dict[str, Tensor], dp_size: int, dp_rank: int, accumulation: int
+) -> Iterator[dict[str, Tensor]]:
+    size = batch["input_ids"].shape[0] // (dp_size * accumulation)
+    for i in range(accumulation):
+        first = (dp_rank * accumulation + i) * size
+        yield {key: value[first : first + size] for key, value in batch.items()}
+
+
+def _full_gradients(engine: Any) -> dict[str, Tensor | None]:
+    """Every parameter's full gradient, by name, on the CPU of the first rank; all ranks gather in the same order."""
+    from deepspeed.utils import safe_get_full_grad
+
+    gradients = {}
+    for name, parameter in engine.module.named_parameters():
+        gradient = safe_get_full_grad(parameter)
+        if dist.get_rank() == 0:
+            gradients[name] = None if gradient is None else gradient.detach().cpu().clone()
+    return gradients
+
+
+def _full_weights(engine: Any) -> dict[str, Tensor]:
+    """Every parameter's full value, by name, on the CPU of the first rank, gathered one at a time under ZeRO-3."""
+    import deepspeed
+
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        partitioned = [parameter] if hasattr(parameter, "ds_id") else []
+        with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+            if dist.get_rank() == 0:
+                weights[name] = parameter.detach().cpu().clone()
+    return weights
+
+
+def _plain_gradients(
+    model: nn.Module, weights: dict[str, Tensor], batch: dict[str, Tensor], device: torch.device, dtype: torch.dtype
+) -> tuple[float, dict[str, Tensor | None]]:
+    """Loss and gradients of the plain model with `weights` in `dtype`; buffers (rotary frequencies) stay float32."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.data = weights[name].to(device=device, dtype=dtype)
+    model.to(device)
+    output = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False)
+    output.loss.backward()
+    gradients = {n: None if p.grad is None else p.grad.detach().cpu() for n, p in model.named_parameters()}
+    return float(output.loss.detach()), gradients
+
+
+def _orderable(value: float) -> float:
+    return math.inf if math.isnan(value) else value
