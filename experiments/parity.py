@@ -7,9 +7,13 @@ For each case the same weights and inputs go through
 Two scopes: one attention block with random inputs and output gradients (nothing else adds error, so this is the sharp
 one), and a whole model with its loss.
 bf16 passes if no tensor's error (gradients, logits, block outputs) is more than 1.2 times the plain bf16 model's own;
-fp32 passes at 1e-5 (loss) and 1e-4 (tensors). The bf16 loss, one number and so a draw of luck, is recorded and not judged. Errors are norm(a-b)/norm(b), over all batches of a case together.
+fp32 passes at 1e-5 (loss) and 1e-4 (tensors). The bf16 loss, one number and so a draw of luck, is recorded and not
+judged. Errors are norm(a-b)/norm(b), over all batches of a case together.
 
     torchrun --standalone --nproc_per_node 2 -m experiments.parity --kernels fa4 cudnn flash
+
+Every case appends a record to `parity.jsonl` (outcome ok: it ran; `passed` says how it went), all of one call under one
+run_id.
 """
 
 from __future__ import annotations
@@ -17,21 +21,21 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import json
 import math
 import os
-import platform
-import subprocess
+import secrets
 import sys
 import time
 
 import torch
 import torch.distributed as dist
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import upipe
-from upipe import kernels
+from upipe import kernels, records
+from upipe.config import ConfigError
+from upipe.environment import code, environment
+from upipe.records import Record
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -59,6 +63,13 @@ def build(kind: str, heads: int, kv_heads: int, head_dim: int, layers: int, seed
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
             parameter.copy_(parameter.bfloat16())
+    return model
+
+
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Parameters in dtype, buffers as they are: `from_pretrained(dtype=...)` leaves the rotary frequencies in fp32 too."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     return model
 
 
@@ -90,7 +101,7 @@ def plain_block(model, x, grad, positions, device) -> dict[str, torch.Tensor]:
     """Output and gradients of the first layer's attention, unsharded. x, grad: [1, S, D] fp32."""
     attention, angles = _first_attention(copy.deepcopy(model).to(device))
     x = x.to(next(attention.parameters()).dtype, copy=True).requires_grad_()
-    y, _ = attention(hidden_states=x, position_embeddings=angles(x, positions), attention_mask=None)
+    y, _ = attention(hidden_states=x, position_embeddings=_angles(angles, x, positions), attention_mask=None)
     y.backward(grad.to(y.dtype))
     return _named(attention, y, x)
 
@@ -104,7 +115,7 @@ def sharded_block(model, x, grad, positions, config, device) -> tuple[dict[str, 
     part = slice(handle.sp_rank * L, handle.sp_rank * L + L)
     x = x[:, part].to(next(attention.parameters()).dtype, copy=True).requires_grad_()
     mine = positions[:, part].contiguous()
-    y, _ = attention(hidden_states=x, position_embeddings=angles(x, mine), attention_mask=None, position_ids=mine)
+    y, _ = attention(hidden_states=x, position_embeddings=_angles(angles, x, mine), attention_mask=None, position_ids=mine)
     y.backward(grad[:, part].to(y.dtype))
     tensors = _named(attention, y, x)
     for name, tensor in tensors.items():
@@ -128,12 +139,17 @@ def _first_attention(model):
     return model.model.layers[0].self_attn, model.model.rotary_emb
 
 
+def _angles(rotary, x, positions) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin as a bf16 model has them, in x's dtype: their rounding is an input like the weights'."""
+    return tuple(t.to(x.dtype) for t in rotary(x.bfloat16(), positions))
+
+
 def _named(attention, y, x) -> dict[str, torch.Tensor]:
     grads = {name: p.grad.float() for name, p in attention.named_parameters()}
     return {"y": y.detach().float(), "dx": x.grad.float(), **grads}
 
 
-def run_case(kind, heads, kv_heads, head_dim, kernel, dtype, scope, tokens, batches, layers, heads_per_stage, device) -> dict:
+def run_case(kind, heads, kv_heads, head_dim, kernel, dtype, scope, tokens, batches, layers, heads_per_stage, device) -> Record:
     world = dist.get_world_size()
     if heads_per_stage is not None:
         heads_per_stage = max(world, heads_per_stage // world * world)
@@ -145,7 +161,7 @@ def run_case(kind, heads, kv_heads, head_dim, kernel, dtype, scope, tokens, batc
     for index in range(batches):
         model = build(kind, heads, kv_heads, head_dim, layers, seed=index)
         generator = torch.Generator().manual_seed(index)
-        typed = copy.deepcopy(model).to(dtype)
+        typed = cast(copy.deepcopy(model), dtype)
         if scope == "block":
             shape = (1, tokens // world * world, model.config.hidden_size)
             x, grad = (torch.randn(shape, generator=generator).bfloat16().float().to(device) for _ in range(2))
@@ -172,34 +188,22 @@ def run_case(kind, heads, kv_heads, head_dim, kernel, dtype, scope, tokens, batc
     else:
         worst = max(errors, key=lambda name: errors[name][1] / errors[name][0])
         passed = errors[worst][1] <= BOUND_BF16 * errors[worst][0]
-    return {
-        "experiment": "parity", "provenance": "measured", "method": "upipe", "scope": scope, "model": kind, "heads": heads, "kv_heads": kv_heads,
-        "head_dim": head_dim, "layers": layers, "tokens": tokens, "batches": batches, "sp": world,
-        "heads_per_stage": heads_per_stage or world, "dtype": str(dtype).removeprefix("torch."),
-        "kernel": ",".join(sorted(set(ran.values()))), "passed": passed, "worst": worst,
-        "worst_plain_error": errors[worst][0], "worst_error": errors[worst][1],
-        "median_plain_error": sorted(e[0] for e in errors.values())[len(errors) // 2],
-        "median_error": sorted(e[1] for e in errors.values())[len(errors) // 2],
-        "loss_plain_error": loss_error[0], "loss_error": loss_error[1], "errors": {n: [round(v, 7) for v in e] for n, e in errors.items()},
-        "seconds": round(time.perf_counter() - start, 2),
-    }
-
-
-def environment() -> dict:
-    """Where and with what a record was made."""
-    import deepspeed
-
-    def git(*words):
-        done = subprocess.run(["git", *words], capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "gpu": gpu, "gpus": torch.cuda.device_count(), "machine": platform.machine(), "commit": git("rev-parse", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "-uno")),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "deepspeed": deepspeed.__version__},
-        "command": "python -m experiments.parity " + " ".join(sys.argv[1:]), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
+    used, width, type_name = sorted(set(ran.values())), heads_per_stage or world, str(dtype).removeprefix("torch.")
+    return Record(
+        experiment="parity", method="upipe", model=kind, layers=layers, tokens=tokens, sp=world, ring=1, dp=1,
+        heads_per_stage=width, kernel=used[0] if len(used) == 1 else None, attention_output="device", offload="none",
+        dtype=type_name,
+        extra={
+            "point": f"{scope}-{kind}-{heads}-{kv_heads}-d{head_dim}-U{width}-{kernel}-{type_name}-{layers}x{tokens}x{batches}",
+            "scope": scope, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "batches": batches, "kernels": used,
+            "passed": passed, "worst": worst, "worst_plain_error": errors[worst][0], "worst_error": errors[worst][1],
+            "median_plain_error": sorted(e[0] for e in errors.values())[len(errors) // 2],
+            "median_error": sorted(e[1] for e in errors.values())[len(errors) // 2],
+            "loss_plain_error": loss_error[0], "loss_error": loss_error[1],
+            "errors": {n: [round(v, 7) for v in e] for n, e in errors.items()},
+            "seconds": round(time.perf_counter() - start, 2),
+        },
+    )
 
 
 CASES = [
@@ -214,11 +218,12 @@ CASES = [
 ]
 
 
-def report(record: dict) -> None:
+def report(record: Record) -> None:
+    values = record.to_dict() | {"kernel": ",".join(record.extra["kernels"])}
     print(
         "{verdict} {kernel:>9} {scope} {model} {heads}/{kv_heads} d{head_dim} U{heads_per_stage}: worst {worst} {worst_error:.5f} "
         "(plain {worst_plain_error:.5f}), median {median_error:.5f} ({median_plain_error:.5f}), loss {loss_error:.1e} "
-        "({loss_plain_error:.1e}), {seconds} s".format(verdict="PASS" if record["passed"] else "FAIL", **record),
+        "({loss_plain_error:.1e}), {seconds} s".format(verdict="PASS" if values["passed"] else "FAIL", **values),
         flush=True,
     )
 
@@ -232,13 +237,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the cases to run")
     parser.add_argument("--scopes", nargs="+", default=["block", "model"], choices=["block", "model"])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--out", help="append JSON lines here")
+    parser.add_argument("--results", default="experiments/results", metavar="DIR", help="where parity.jsonl is (default: %(default)s)")
+    parser.add_argument("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
     options = parser.parse_args(arguments)
+    try:
+        code(options.commit)
+    except ConfigError as error:
+        print(f"experiments.parity: error: {error}", file=sys.stderr)
+        return 2
 
     upipe.init_distributed()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     lead = dist.get_rank() == 0
-    base = environment() if lead else {}
+    gpus = dist.get_world_size() if device.type == "cuda" else 0
+    command = "python -m experiments.parity " + " ".join(sys.argv[1:] if arguments is None else arguments)
+    run_id = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(3)
     failed = 0
     for kernel, scope in itertools.product(options.kernels, options.scopes):
         for kind, heads, kv_heads, head_dim, width in CASES[: options.cases]:
@@ -246,12 +259,11 @@ def main(arguments: list[str] | None = None) -> int:
                 kind, heads, kv_heads, head_dim, kernel, getattr(torch, options.dtype), scope, options.tokens,
                 options.batches, options.layers, width, device,
             )
-            failed += not record["passed"]
+            failed += not record.extra["passed"]
             if lead:
                 report(record)
-                if options.out:
-                    with open(options.out, "a") as out:
-                        out.write(json.dumps({**record, **base}) + "\n")
+                made_with = environment(command, options.commit, gpus=gpus)
+                records.append(record.updated({"run_id": run_id, **made_with}), options.results)
     dist.destroy_process_group()
     return 1 if failed else 0
 

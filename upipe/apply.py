@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,7 @@ class Sharding:
         self.kernels: dict[kernels.Case, kernels.Kernel] = {}
         self.schedules: dict[tuple[int, int], HeadSchedule] = {}
         self._offsets = WeakTensorKeyDictionary()
+        self._frequencies: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
 
     def __deepcopy__(self, memo):
         return self
@@ -85,6 +87,20 @@ class Sharding:
             self._offsets[position_ids] = (document_offsets(self._gather(position_ids)),)
         (offsets,) = self._offsets[position_ids]
         return offsets * batch if offsets is not None and len(offsets) == 1 and batch > 1 else offsets
+
+    def keep_frequencies(self, rotary: nn.Module) -> None:
+        """Undo a cast of the rotary frequencies to the model's dtype.
+
+        `model.to(torch.bfloat16)` and DeepSpeed's `buffer_dtype` cast them along with the weights, `from_pretrained` does
+        not; rounded to bf16, an angle at position 100,000 is off by up to 200 radians. They are made anew from the config.
+        """
+        if rotary not in self._frequencies:
+            with torch.device("cpu"):
+                self._frequencies[rotary] = dict(type(rotary)(rotary.config).named_buffers())
+        for name, right in self._frequencies[rotary].items():
+            have = rotary.get_buffer(name)
+            if have.dtype != right.dtype or have.is_meta:
+                setattr(rotary, name, right.to(torch.get_default_device() if have.is_meta else have.device))
 
     def _gather(self, position_ids: torch.Tensor) -> torch.Tensor:
         if self.config.sp_size == 1:
@@ -170,14 +186,15 @@ def decoder_forward(plain):
         sharding: Sharding = self._upipe
         kwargs.update(zip(names, args))
         if sharding.active(self):
-            _prepare_decoder_inputs(sharding, kwargs)
+            _prepare_decoder_inputs(sharding, self.rotary_emb, kwargs)
         return plain(self, **kwargs)
 
     return forward
 
 
 @torch.compiler.disable
-def _prepare_decoder_inputs(sharding: Sharding, kwargs: dict) -> None:
+def _prepare_decoder_inputs(sharding: Sharding, rotary: nn.Module, kwargs: dict) -> None:
+    sharding.keep_frequencies(rotary)
     if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
         raise PreflightError(_NO_CACHE)
     if kwargs.get("output_attentions"):
@@ -357,9 +374,9 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     init_distributed()
     preflight.check_groups(config.sp_size)
     preflight.check_kernel_name(config.kernel)
-    found = preflight.find_attention(model)
     if any(hasattr(module, "_upipe") for module in model.modules()):
         raise PreflightError("UPipe is on this model already: call remove() on its handle first")
+    found = preflight.find_attention(model)
     for name, module, architecture in found:
         preflight.check_config(module.config)
         preflight.check_attention(name, module, architecture)

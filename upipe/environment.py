@@ -34,7 +34,7 @@ def environment(command: str, commit: str | None = None, *, gpus: int = 0) -> di
         "dirty": dirty,
         "versions": versions(),
         "command": command,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime(DATE),
+        "date": datetime.datetime.now(datetime.UTC).strftime(DATE),
     }
 
 

@@ -18,6 +18,7 @@ import errno
 import linecache
 import re
 import traceback
+from pathlib import Path
 
 import torch
 
@@ -76,10 +77,12 @@ def _outcome(error: BaseException) -> str:
 
 
 def failing_statement(error: BaseException) -> str:
-    """Source text of the innermost statement in the traceback, and the name of the function it is in."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return ""
-    last = frames[-1]
-    lines = [linecache.getline(last.filename, n) for n in range(last.lineno or 0, (last.end_lineno or last.lineno or 0) + 1)]
-    return f"{last.name}\n{''.join(lines)}"
+    """Source text of the statement that raised: the innermost one outside torch, and torch's own inside that."""
+    package = str(Path(torch.__file__).parent)
+    texts = []
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        first, last = frame.lineno or 0, frame.end_lineno or frame.lineno or 0
+        texts.append("".join(linecache.getline(frame.filename, number) for number in range(first, last + 1)))
+        if not frame.filename.startswith(package):
+            break
+    return "".join(texts)

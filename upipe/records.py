@@ -31,9 +31,10 @@ from upipe.environment import DATE, environment
 Method = Literal["upipe", "ulysses", "official-upipe", "ring", "usp", "fpdt", "native", "alst", "none", "kernel"]
 Kernel = Literal["fa4", "fa3", "fa2", "cudnn", "flash", "reference"]
 Outcome = Literal["ok", "oom_device", "oom_host", "oom_pinned", "refused", "timeout", "failed"]
+OUTCOMES: tuple[str, ...] = typing.get_args(Outcome)
 
 __all__ = [
-    "Record", "RecordError", "append", "environment", "format_tokens", "method_of", "parse_tokens", "read", "tokens_per_step",
+    "Record", "RecordError", "append", "environment", "format_tokens", "load", "method_of", "parse_tokens", "read", "tokens_per_step",
     "unit_gib", "validate",
 ]
 
@@ -240,6 +241,15 @@ def read(path: str | Path) -> list[dict[str, Any]]:
             raise RecordError(f"{path}:{number}: a record is a JSON object, not {type(values).__name__}")
         records.append(values)
     return records
+
+
+def load(path: str | Path) -> list[dict[str, Any]]:
+    """As `read`; also raises RecordError where a record is not valid."""
+    problems = problems_in(Path(path))
+    if problems:
+        more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        raise RecordError(f"{problems[0]}{more}; python -m upipe.records {path} lists them")
+    return read(path)
 
 
 def validate(record: Record | dict[str, Any]) -> list[str]:

@@ -39,7 +39,8 @@ class TrainConfig:
     steps: optimizer steps. micro_batch_size: sequences of one data-parallel rank in one forward pass. accumulation:
     micro-batches an optimizer step. learning_rate: the peak, reached after `warmup_steps`, then a cosine down to
     final_lr_ratio times it. gradient_clipping: greatest gradient norm, 0 for none. max_live_parameters: the cap on
-    gathered parameters under ZeRO-3 (`stage3_max_live_parameters`). overwrite: replace the records of an earlier run
+    gathered parameters under ZeRO-3 (`stage3_max_live_parameters`). gradient_dtype: what gradients are accumulated and kept
+    in when dtype is bf16; "bf16" saves two bytes a parameter, sharded, and rounds once more. overwrite: replace the records of an earlier run
     in `run_dir` (relative to the working directory) rather than refuse.
     """
 
@@ -56,6 +57,7 @@ class TrainConfig:
     zero_stage: Literal[0, 1, 2, 3] = 3
     max_live_parameters: int = 250_000_000
     dtype: Literal["fp32", "bf16"] = "fp32"
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
     run_dir: str = "runs/run"
     overwrite: bool = False
@@ -109,6 +111,7 @@ def deepspeed_config(config: TrainConfig, *, cuda: bool) -> dict[str, Any]:
         "gradient_accumulation_steps": config.accumulation,
         "gradient_clipping": config.gradient_clipping,
         "bf16": {"enabled": config.dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": config.gradient_dtype if config.dtype == "bf16" else "fp32"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": sys.maxsize,
