@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -75,6 +76,15 @@ def kernel_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
                 counts.append(count)
                 break
     return max(counts, default=None)
+
+
+def kernel_log_names(pid: int) -> bool:
+    """Whether the kernel's log, where it can be read, says that the out-of-memory killer ended this process."""
+    try:
+        done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0 and f"Killed process {pid} " in done.stdout
 
 
 def _oom_kill(path: Path) -> int | None:

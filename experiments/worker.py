@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from experiments.processes import die_with_parent, kernel_kills
+from experiments.processes import die_with_parent, kernel_kills, kernel_log_names
 
 
 def launch(folder: Path, parent: int) -> None:
@@ -43,25 +43,27 @@ def rank(folder: Path, launcher: int | None = None) -> int:
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0 and not (folder / f"rank-{number}.json").exists():
-        outcome, reason = death(-code, kills, kernel_kills())
+        named = code == -signal.SIGKILL and kernel_log_names(child)
+        outcome, reason = death(-code, kills, kernel_kills(), named)
         leave(folder, number, {"outcome": outcome, "reason": reason, "signal": -code})
     return int(code != 0)
 
 
-def death(number: int, kills_before: int | None, kills_after: int | None) -> tuple[str, str]:
+def death(number: int, kills_before: int | None, kills_after: int | None, named: bool) -> tuple[str, str]:
     """The outcome of a rank that signal `number` ended, and the reason.
 
     Args:
         kills_before, kills_after: `kernel_kills()` when it started and when it had ended.
+        named: whether the kernel's log names the process as killed for memory.
     """
     name = signal.Signals(number).name
-    if number == signal.SIGKILL and kills_before is not None and kills_after is not None:
-        if kills_after > kills_before:
-            return "oom_host", f"{name} by the kernel's out-of-memory killer ({kills_after - kills_before} processes killed)"
-        return "failed", f"ended by {name}; the kernel reports no out-of-memory kill"
-    if number == signal.SIGKILL:
-        return "failed", f"ended by {name}; whether the kernel killed it for memory cannot be read here"
-    return "failed", f"ended by {name}"
+    if number != signal.SIGKILL:
+        return "failed", f"ended by {name}"
+    rose = None if kills_before is None or kills_after is None else kills_after - kills_before
+    if named or rose:
+        return "oom_host", f"{name} by the kernel's out-of-memory killer"
+    known = "the kernel reports no out-of-memory kill" if rose == 0 else "whether the kernel did it for memory cannot be read here"
+    return "failed", f"ended by {name}; {known}"
 
 
 def leave(folder: Path, number: int, result: dict[str, Any]) -> None:
@@ -90,10 +92,13 @@ def _work(folder: Path, number: int) -> int:
         leave(folder, number, result)
         return 0
     except BaseException as error:
+        import torch
+
         from upipe.outcomes import classify
 
         outcome, reason = classify(error)
-        leave(folder, number, {"outcome": outcome, "reason": reason})
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_initialized() else None
+        leave(folder, number, {"outcome": outcome, "reason": reason, "gpu": gpu})
         traceback.print_exc()
         return 1
     finally:

@@ -4,19 +4,17 @@
 """
 
 import copy
-import math
+import json
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from transformers import DynamicCache
 
 import upipe
-from tests.plain import (CLASSES, VOCAB, assert_close, batch_of, plain_logits, plain_step, relative_error, shifted,
-                         tiny_config, tiny_model)
-from tests.sharded import (assert_equal_to_plain, check_tiny, compare, ds_config, gathered, gradients, parameters, sharded,
-                           window)
+from tests.plain import CLASSES, VOCAB, assert_close, batch_of, plain_logits, plain_step, relative_error, shifted, tiny_model
+from tests.sharded import assert_equal_to_plain, check_tiny, compare, ds_config, gathered, gradients, parameters, sharded, window
 from upipe.schedule import HeadSchedule
 
 
@@ -53,7 +51,7 @@ def cache_is_refused():
     handle = upipe.apply(model, upipe.UPipeConfig(sp_size=4))
     ids = ids_of(1, 4)
     for run in (lambda: model.generate(ids, max_new_tokens=2),
-                lambda: model(input_ids=ids, past_key_values=__import__("transformers").DynamicCache())):
+                lambda: model(input_ids=ids, past_key_values=DynamicCache())):
         with pytest.raises(upipe.PreflightError, match="cache.*remove\\(\\)"):
             run()
     handle.remove()
@@ -226,15 +224,14 @@ def test_T31_head_dim_that_hidden_size_does_not_give(worlds, kind, hidden, heads
 
 
 def null_head_dim(folder):
-    config = CLASSES["llama"][0].from_pretrained(folder)
-    make = lambda: CLASSES["llama"][1].from_pretrained(folder, attn_implementation="eager")      # noqa: E731
-    assert make().model.layers[0].self_attn.q_proj.out_features == config.hidden_size == 32
+    def make():
+        return CLASSES["llama"][1].from_pretrained(folder, attn_implementation="eager")
+
+    assert make().model.layers[0].self_attn.q_proj.out_features == make().config.hidden_size == 32
     compare(make, [[batch_of("odd", 1)]], 2)
 
 
 def test_T31_null_head_dim_in_a_configuration_file(worlds, tmp_path):
-    import json
-
     tiny_model("llama", 4, 2).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     values = json.loads(file.read_text())
@@ -289,6 +286,7 @@ def tied_from_file(folder, sp, stage):
         model = CLASSES["llama"][1].from_pretrained(folder, attn_implementation="eager")
         assert model.lm_head.weight is model.model.embed_tokens.weight
         return model
+
     _, grads = compare(make, [[batch_of("odd", 1)]], sp, stage=stage)
     assert "lm_head.weight" not in grads
 
@@ -537,6 +535,7 @@ def in_place_layers(sp):
         for layer in model.model.layers:
             layer.self_attn.register_forward_hook(lambda module, args, out: (out[0].mul_(0.5).add_(0.1), *out[1:]))
         return model
+
     with torch.autograd.set_detect_anomaly(True):
         compare(make, [[batch_of("odd", 1)]], sp)
 

@@ -7,6 +7,8 @@ by the ratio of gradients: their absolute tolerance lets a factor of 2 through.
 
 import glob
 import os
+import sys
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -18,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import upipe
-from tests.plain import (CLASSES, assert_close, batch_of, data_of, plain_logits, plain_step, relative_error, tiny_model)
-from tests.sharded import (assert_equal_to_plain, check_tiny, ds_config, gathered, gradients, parameters, sharded, window)
+from tests.plain import assert_close, batch_of, data_of, plain_logits, plain_step, relative_error, tiny_model
+from tests.sharded import assert_equal_to_plain, check_tiny, ds_config, gathered, gradients, parameters, sharded, window
 from tests.world import World
 from upipe.attention import UPipeAttentionHF
 
@@ -179,7 +181,7 @@ def test_registered_on_a_model_object(worlds, folder):
 
 
 class OnlyConfig:
-    """Like a PEFT model: no PreTrainedModel, but it has a config."""
+    """Like PEFT's wrapper for DeepSpeed: no PreTrainedModel, but it has a config."""
 
     def __init__(self, config):
         self.config = config
@@ -325,7 +327,9 @@ def test_one_model_with_several_sizes_one_after_another(worlds):
 
 def groups_go(times):
     """Groups are made by apply and destroyed by remove."""
-    count = lambda: len(dist.distributed_c10d._world.pg_map)      # noqa: E731
+    def count():
+        return len(dist.distributed_c10d._world.pg_map)
+
     start = count()
     for _ in range(times):
         handle = upipe.apply(tiny_model("llama", 4, 2), upipe.UPipeConfig(sp_size=2))
@@ -441,9 +445,6 @@ def test_checkpoint_saved_at_one_size_and_loaded_at_another(worlds, tmp_path, st
 
 def to_universal(folder):
     """DeepSpeed's own conversion of the checkpoint `kept` into `universal`."""
-    import sys
-    from unittest import mock
-
     from deepspeed.checkpoint import ds_to_universal
 
     line = ["ds_to_universal", "--input_folder", os.path.join(folder, "kept"), "--output_folder", os.path.join(folder, "universal"),

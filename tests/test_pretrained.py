@@ -96,7 +96,7 @@ def check(folder, ids, plain_loss, stage, heads_per_stage):
 
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sp = dist.get_world_size()
-    with sharded(model, sp, stage=stage, heads_per_stage=heads_per_stage, checkpointing="non-reentrant") as (handle, engine):
+    with sharded(model, sp, stage=stage, heads_per_stage=heads_per_stage) as (handle, engine):
         (batch,) = handle.shard([{"input_ids": ids, "labels": ids}])
         loss = handle.loss(engine, batch)
         engine.backward(loss)
@@ -112,7 +112,7 @@ def check(folder, ids, plain_loss, stage, heads_per_stage):
 
 
 @pytest.mark.parametrize("sp, stage, heads_per_stage", [(1, 0, None), (2, 1, None), (3, 2, 6), (4, 3, None)],
-                         ids=lambda v: str(v))
+                         ids=str)
 def test_sharded_equals_plain(worlds, smollm2, sp, stage, heads_per_stage):
     world = worlds(sp)
     losses = world.run(check, timeout=240, folder=smollm2.folder, ids=smollm2.ids, plain_loss=smollm2.loss, stage=stage,

@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from upipe import kernels, loss, models, preflight
@@ -295,7 +297,9 @@ class Handle:
 
         Args:
             engine: the DeepSpeed engine (then `engine.backward(loss)` gives the window's mean-token-loss gradient in
-                every ZeRO stage), or the module itself (then gradients are to be summed over all ranks).
+                every ZeRO stage); or the model under DistributedDataParallel or fully_shard (then, with accumulation,
+                `(loss / accumulation).backward()`); or the bare model (the same, and gradients are to be summed over all
+                ranks).
             batch: from `handle.shard`.
 
         Returns:
@@ -313,6 +317,9 @@ class Handle:
         if batch is not None and missing:
             raise PreflightError(f"batch lacks {sorted(missing)}: iterate handle.shard(loader), which attaches them")
         if not hasattr(engine, "zero_optimization_stage"):
+            if isinstance(engine, (DistributedDataParallel, FSDPModule)) and id(engine) not in self._checked:
+                preflight.check_wrapper(engine)
+                self._checked.add(id(engine))
             return
         if id(engine) not in self._checked:
             largest = max(preflight.numel(p) for p in engine.module.parameters())
@@ -348,7 +355,14 @@ class Handle:
         return "\n".join(lines)
 
     def remove(self) -> None:
-        """Make the model plain again and give the process groups back. Engines made with `mpu` must not step afterwards."""
+        """Make the model plain again and give the process groups back. Engines made with `mpu` must not step afterwards.
+
+        Raises:
+            PreflightError: a patched module was given another class since (fully_shard on the decoder does that).
+        """
+        for module in self._patched:
+            if "_upipe" not in vars(type(module)):
+                raise PreflightError(f"{type(module).__name__} was subclassed after UPipe was put on: undo that first (fully_shard cannot be)")
         for module in self._patched:
             module.__class__ = type(module).__mro__[1]
         self._patched = []

@@ -1,21 +1,27 @@
-"""`UPipeAttentionHF`: for code written for DeepSpeed's `UlyssesSPAttentionHF`, switched by one name."""
+"""Entries for code written for DeepSpeed's sequence-parallel classes, switched by one name.
+
+`UPipeAttentionHF` for `UlyssesSPAttentionHF` (Hugging Face models); `UPipeDistributedAttention` for
+`DistributedAttention` (models that hand over q, k and v, as Megatron's do).
+"""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from upipe import models, preflight
 from upipe.apply import Sharding, UPipeConfig, apply, subclass
-from upipe.comm import SequenceParallelGroups, init_distributed
+from upipe.comm import SequenceParallelGroups, all_to_all, init_distributed
 from upipe.preflight import PreflightError
-
-logger = logging.getLogger(__name__)
+from upipe.schedule import HeadSchedule
 
 
 class UPipeAttentionHF(UlyssesSPAttentionHF):
@@ -119,3 +125,123 @@ def _patch_classes(hf_config, config: UPipeConfig) -> SequenceParallelGroups:
 
     sharding.groups.remove = remove
     return sharding.groups
+
+
+class UPipeDistributedAttention(DistributedAttention):
+    """DeepSpeed's `DistributedAttention`, walking the heads in groups. For models that hand over q, k and v.
+
+    The projections of all heads exist before this module is called and stay, so only what attention itself adds is
+    saved: the gathered q, k, v and output of one group at a time, in forward and (recomputed) in backward. Models whose
+    whole attention module can be replaced save more with `upipe.apply`. Any numbers of heads are served.
+
+    Args:
+        local_attention: called as local_attention(q, k, v, *args, **kwargs) with the whole sequence of a group's heads, q
+            [B, S, h, d] (or [S, B, h, d], as given), k and v with h / (H/K) heads; must treat heads independently.
+        sequence_process_group: the sequence-parallel group.
+        heads_per_stage: query heads at a time over all ranks, see `upipe.UPipeConfig`.
+        scatter_idx, gather_idx: DeepSpeed's defaults, 2 and 0 or 1; anything else is refused.
+
+    Raises:
+        PreflightError: sp_stream or another layout was asked for, or the heads do not fit `heads_per_stage`.
+    """
+
+    def __init__(
+        self, local_attention, sequence_process_group, scatter_idx: int = 2, gather_idx: int = 0, sp_stream=None,
+        num_kv_heads: int | None = None, heads_per_stage: int | None = None,
+    ) -> None:
+        if sp_stream is not None:
+            raise PreflightError("sp_stream is not served: leave it None")
+        if scatter_idx != 2 or gather_idx not in (0, 1):
+            raise PreflightError(f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: heads are scattered (2) and tokens gathered (0 or 1)")
+        super().__init__(local_attention, sequence_process_group, scatter_idx, gather_idx, None, num_kv_heads)
+        self.heads_per_stage = heads_per_stage
+
+    def forward(self, query, key, value, batch_dim_idx: int, rotary_pos_emb=None, *args, **kwargs) -> torch.Tensor:
+        """query: [B, L, H, d] with batch_dim_idx 0, [L, B, H, d] with 1; key, value: the same with K heads.
+
+        Returns:
+            This rank's tokens of the output, in query's shape.
+        """
+        if rotary_pos_emb is not None:
+            raise PreflightError("rotary_pos_emb is not served: rotate q and k before")
+        if batch_dim_idx not in (0, 1):
+            raise PreflightError(f"batch_dim_idx={batch_dim_idx} must be 0 or 1")
+        schedule = preflight.check_schedule(query.shape[2], key.shape[2], dist.get_world_size(self.spg), self.heads_per_stage)
+        rank = dist.get_rank(self.spg)
+        q, k, v = (t.transpose(0, 1) if batch_dim_idx == 0 else t for t in (query, key, value))
+        resident: dict[int, tuple] = {}
+        pieces: dict[int, torch.Tensor] = {}
+
+        def group(stage: int, firsts: dict[int, int], q: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
+            """Attention of one stage: [L, B, H, d] -> this rank's tokens of the stage's heads, side by side.
+
+            firsts: first kv head of each arrival that is here; kv: k and v of each, in that order.
+            """
+            row = schedule.table[stage]
+            gathered = _to_heads(q, [e.q_heads for e in row], rank, self.spg)
+            parts, held = [], dict(zip(firsts, zip(kv[::2], kv[1::2])))
+            for call in row[rank].calls:
+                first, kv_first = call.q_first - row[rank].q_heads.start, call.kv_first - firsts[call.arrival]
+                inputs = [gathered[:, :, first : first + call.q_count]]
+                inputs += [t[:, :, kv_first : kv_first + call.kv_count] for t in held[call.arrival]]
+                out = self.local_attn(*(t.transpose(0, 1) if batch_dim_idx == 0 else t for t in inputs), *args, **kwargs)
+                parts.append(out.transpose(0, 1) if batch_dim_idx == 0 else out)
+            own = torch.cat(parts, dim=2) if parts else gathered
+            # Every rank must walk back through every exchange, also those that brought it nothing.
+            own = own + sum(t.sum() for t in kv if t.shape[2] == 0)
+            return _to_tokens(own, [len(e.q_heads) for e in row], self.spg)
+
+        for stage, row in enumerate(schedule.table):
+            arriving = [e.kv_arriving for e in row]
+            if any(arriving):
+                resident[stage] = (arriving[rank].start, *(_to_heads(t, arriving, rank, self.spg) for t in (k, v)))
+            firsts = {arrived: entry[0] for arrived, entry in resident.items()}
+            flat = [t for entry in resident.values() for t in entry[1:]]
+            # Reentrant: recomputes whole, so that every rank repeats every exchange in the same order.
+            got = checkpoint(group, stage, firsts, q, *flat, use_reentrant=True)
+            done = 0
+            for entry in row:
+                for head in entry.q_heads:
+                    pieces[head] = got[:, :, done]
+                    done += 1
+            for arrived in [a for a in resident if _is_over(schedule, rank, a, stage)]:
+                del resident[arrived]
+        out = torch.stack([pieces[h] for h in range(schedule.heads)], dim=2)
+        return out.transpose(0, 1) if batch_dim_idx == 0 else out
+
+
+def _is_over(schedule: HeadSchedule, rank: int, arrived: int, stage: int) -> bool:
+    """Whether the kv heads that came to `rank` in stage `arrived` are not needed after `stage`."""
+    heads = schedule.table[arrived][rank].kv_arriving
+    return not heads or any(heads[-1] in schedule.table[s][rank].kv_leaving for s in range(arrived, stage + 1))
+
+
+class _Exchange(torch.autograd.Function):
+    """`comm.all_to_all` whose backward is the exchange the other way."""
+
+    @staticmethod
+    def forward(ctx, flat, send_sizes, recv_sizes, group):
+        ctx.back = (recv_sizes, send_sizes, group)
+        return all_to_all(flat, send_sizes, recv_sizes, group).view(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_to_all(grad.contiguous(), *ctx.back), None, None, None
+
+
+def _to_heads(tokens: torch.Tensor, heads: list[range], rank: int, group) -> torch.Tensor:
+    """[L, B, H, d] of every rank -> the whole sequence of heads[rank], [S, B, len(heads[rank]), d]."""
+    L, B, _, d = tokens.shape
+    flat = torch.cat([tokens[:, :, h.start : h.stop].reshape(-1) for h in heads])
+    mine = len(heads[rank])
+    got = _Exchange.apply(flat, [L * B * len(h) * d for h in heads], [L * B * mine * d] * len(heads), group)
+    return got.view(len(heads) * L, B, mine, d)
+
+
+def _to_tokens(whole: torch.Tensor, counts: list[int], group) -> torch.Tensor:
+    """[S, B, own heads, d] of every rank -> this rank's tokens of all of them, [L, B, sum(counts), d]."""
+    S, B, _, d = whole.shape
+    L = S // len(counts)
+    sizes = [L * B * n * d for n in counts]
+    got = _Exchange.apply(whole.reshape(-1), [whole.numel() // len(counts)] * len(counts), sizes, group)
+    return torch.cat([t.view(L, B, n, d) for t, n in zip(got.split(sizes), counts)], dim=2)

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 IGNORE = -100
 
 
 def gradient_scale(engine) -> float:
-    """What this engine divides the sum over ranks of local gradients by, besides accumulation steps.
+    """What this engine or wrapper divides the sum over ranks of local gradients by, besides accumulation steps.
 
-    World size / sp in ZeRO 0, 1, 2 and in ZeRO-3 without reduce_scatter; world size in ZeRO-3 with reduce_scatter
-    (deepspeed 0.19.8, stage3.py `__avg_scatter_grads`). 1 for anything that is no DeepSpeed engine, whose gradients
-    the caller sums over ranks.
+    DeepSpeed: world size / sp in ZeRO 0, 1, 2 and in ZeRO-3 without reduce_scatter; world size in ZeRO-3 with
+    reduce_scatter (deepspeed 0.19.8, stage3.py `__avg_scatter_grads`). DistributedDataParallel and fully_shard: world
+    size. 1 for a bare module, whose gradients the caller sums over ranks.
     """
     import deepspeed
 
+    world = dist.get_world_size()
+    if isinstance(engine, (DistributedDataParallel, FSDPModule)):
+        return float(world)
     if not isinstance(engine, deepspeed.DeepSpeedEngine):
         return 1.0
-    world = dist.get_world_size()
     if engine.zero_optimization_stage() == 3 and engine.zero_reduce_scatter():
         return float(world)
     return world / engine.sequence_parallel_size
@@ -72,7 +76,8 @@ def global_loss(
 
     Returns:
         0-d: accumulation * sum over ranks / num_valid. Its mean over the window's micro-batches is the window's mean
-        token loss; DeepSpeed's `backward`, which divides by the accumulation steps, makes that mean's gradient of it.
+        token loss. Divided by the accumulation steps before backward, as DeepSpeed's `backward` does by itself, it gives
+        that mean's gradient.
     """
     count = num_valid.clamp(min=1).to(local_sum.dtype)
     total = local_sum.detach().clone()

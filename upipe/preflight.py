@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from upipe import kernels, models
 from upipe.schedule import HeadSchedule
@@ -69,6 +72,11 @@ def check_attention(name: str, module: nn.Module, architecture: models.Architect
     """One attention module: projections that can be read row by row."""
     for part in architecture.linear_names:
         projection = getattr(module, part)
+        if isinstance(projection, FSDPModule) or isinstance(projection.weight, DTensor):
+            raise PreflightError(
+                f"{name}.{part}.weight is a shard: call upipe.apply first, then fully_shard on each decoder layer (and the model), "
+                "not on single projections, whose own forward never runs"
+            )
         if type(projection) is not nn.Linear:
             raise PreflightError(
                 f"{name}.{part} is a {type(projection).__name__}, not a plain torch.nn.Linear: its weight alone does not "
@@ -121,6 +129,21 @@ def check_engine(engine, sp_size: int, largest_parameter: int) -> None:
                     f"reduce_bucket_size={int(zero.reduce_bucket_size)} and a parameter of {largest_parameter} elements: DeepSpeed "
                     "scales some gradients by sp_size and others not. Set reduce_scatter=true"
                 )
+
+
+def check_wrapper(model: nn.Module) -> None:
+    """DistributedDataParallel or fully_shard around the model: gradients must be reduced over all ranks."""
+    world = dist.get_world_size()
+    if isinstance(model, DistributedDataParallel):
+        ranks = dist.get_world_size(model.process_group)
+    else:
+        meshes = [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+        ranks = min((mesh.size() for mesh in meshes), default=1)
+    if ranks != world:
+        raise PreflightError(
+            f"{type(model).__name__} reduces gradients over {ranks} ranks, but the shards of a sequence and its replicas are on "
+            f"{world}: give it a mesh or group of all of them"
+        )
 
 
 def live_layers(ds_config: dict, layer_parameters: int) -> float | None:

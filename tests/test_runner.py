@@ -1,0 +1,360 @@
+"""The sweep runner, end to end with real processes, and how it tells outcomes apart."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from experiments import merge, points, run, table, worker
+from experiments.processes import kernel_kills, kill_tree
+from upipe import records
+from upipe.config import ConfigError
+from upipe.outcomes import classify
+from upipe.preflight import PreflightError
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMIT = "0" * 40
+
+
+def write(folder, name="made", **keys):
+    """An experiment of the test kind; returns its file."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({"about": "a test", "kind": "tests.runner_points", **keys}))
+    return path
+
+
+def arguments(path, folder, *more):
+    """The runner's arguments. The code has a name of its own where the suite runs outside a checkout."""
+    try:
+        run.code()
+        named = []
+    except ConfigError:
+        named = ["--commit", COMMIT]
+    return [str(path), "--results", str(folder / "results"), "--logs", str(folder / "logs"), *named, *more]
+
+
+def results(folder, name="made"):
+    return records.load(folder / "results" / f"{name}.jsonl")
+
+
+def processes_naming(text):
+    """Processes of this machine whose command line has `text`."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE and any(text in word for word in process.info["cmdline"] or ()):
+            found.append(process.info["pid"])
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def check_toy(made):
+    for r in made:
+        assert r["outcome"] == "ok" and r["sp"] == 2 and r["zero"] == 3 and r["dtype"] == "float32"
+        assert r["kernel"] == "flash" and len(r["times_s"]) == 3 and r["warmup_steps"] == 1 and r["grad_norm"] > 0
+        assert r["peak_gib"] is None and r["gpu"] is None and r["gpus"] == 0 and r["tokens_per_s_per_gpu"] is None
+        assert r["settings"]["upipe"]["heads_per_stage"] == r["heads_per_stage"]
+        # Random bytes: the loss of a model that knows nothing is ln 256.
+        assert r["loss"] == r["losses"][-1] == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_toy_point_end_to_end(tmp_path, capsys):
+    experiment = yaml.safe_load(points.path_of("toy-cpu").read_text())
+    experiment["grid"] = {"upipe.heads_per_stage": [4], "tokens": ["1K"]}
+    path = tmp_path / "toy-one.yaml"
+    path.write_text(yaml.safe_dump(experiment))
+    assert run.main(arguments(path, tmp_path)) == 0
+    made = results(tmp_path, "toy-one")
+    check_toy(made)
+    assert [(r["tokens"], r["heads_per_stage"]) for r in made] == [(1024, 4)]
+    out = capsys.readouterr().out
+    assert "upipe 1K: ok" in out and "1 records appended" in out
+    # The point is done: nothing is left to run.
+    assert run.main(arguments(path, tmp_path, "--resume")) == 0
+    assert results(tmp_path, "toy-one") == made
+
+
+@pytest.mark.slow
+def test_toy_sweep_end_to_end(tmp_path, capsys):
+    assert run.main(arguments("toy-cpu", tmp_path)) == 0
+    made = results(tmp_path, "toy-cpu")
+    check_toy(made)
+    assert {(r["tokens"], r["heads_per_stage"]) for r in made} == {(512, 2), (1024, 2), (512, 4), (1024, 4)}
+    assert len({r["run_id"] for r in made}) == 1
+    # The stage width changes neither weights nor tokens, so the losses are those of one model.
+    for tokens in (512, 1024):
+        narrow, wide = (r["losses"] for r in made if r["tokens"] == tokens)
+        assert narrow == pytest.approx(wide, rel=1e-5)
+    assert "heads_per_stage  512" in capsys.readouterr().out
+
+
+def test_refused_failed_and_killed(tmp_path):
+    path = write(
+        tmp_path,
+        points=[{"ending": "refused"}, {"ending": "error"}, {"ending": "sigkill", "processes": 2}],
+    )
+    assert run.main(arguments(path, tmp_path)) == 1
+    refused, error, killed = results(tmp_path)
+    assert refused["outcome"] == "refused" and "use one of 2, 4, 6, 8" in refused["reason"]
+    assert error["outcome"] == "failed" and error["reason"] == "rank 0: ValueError: no such thing"
+    assert killed["outcome"] == "failed" and killed["reason"].startswith("rank 1: ended by SIGKILL")
+    assert refused["loss"] is None and refused["tokens"] == 1024
+    assert processes_naming(str(tmp_path)) == []
+
+
+def test_timeout_ends_every_process(tmp_path):
+    path = write(tmp_path, points=[{"ending": "hang", "processes": 2}])
+    assert run.main(arguments(path, tmp_path, "--timeout", "4")) == 1
+    (record,) = results(tmp_path)
+    assert record["outcome"] == "timeout" and "4 s" in record["reason"]
+    assert processes_naming(str(tmp_path)) == []
+
+
+@pytest.mark.slow
+def test_killed_runner_leaves_nothing_and_resume_reruns_one_point(tmp_path):
+    path = write(tmp_path, common={"seconds": 3.0, "processes": 2}, grid={"tokens": ["1K", "2K", "3K"]})
+    command = [sys.executable, "-m", "experiments.run", *arguments(path, tmp_path)]
+    runner = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    file = tmp_path / "results" / "made.jsonl"
+    deadline = time.monotonic() + 120
+    try:
+        # One record is there and the second point's ranks are at work.
+        while not (file.exists() and len(list((tmp_path / "logs").glob("made/*/001-*/point.json"))) == 1):
+            assert time.monotonic() < deadline and runner.poll() is None
+            time.sleep(0.05)
+        while len([p for p in processes_naming(str(tmp_path)) if p != runner.pid]) < 3:
+            assert time.monotonic() < deadline and runner.poll() is None
+            time.sleep(0.05)
+    finally:
+        runner.kill()
+        runner.wait()
+    while processes_naming(str(tmp_path)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    before = results(tmp_path)
+    assert [r["tokens"] for r in before] == [1024]
+    assert run.main(arguments(path, tmp_path, "--resume")) == 0
+    after = results(tmp_path)
+    assert after[0] == before[0] and [r["tokens"] for r in after] == [1024, 2048, 3072]
+    assert {r["outcome"] for r in after} == {"ok"}
+
+
+def pinned_statement(error):
+    """Raises `error` as torch does: inside a function of torch's own files, called with pin_memory=True."""
+    names = {}
+    file = str(Path(torch.__file__).parent / "made_up.py")
+    exec(compile("def empty(error, pin_memory):\n    raise error\n", file, "exec"), names)
+    names["empty"](error, pin_memory=True)
+
+
+def raise_it(error):
+    raise error
+
+
+def chained(error):
+    try:
+        raise error
+    except RuntimeError as cause:
+        raise ValueError("a wrapper") from cause
+
+
+REGISTER = "cudaHostRegister failed with error code 2"
+CASES = {
+    "device": (lambda: raise_it(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")), "oom_device"),
+    "driver": (lambda: raise_it(torch.AcceleratorError("CUDA error: out of memory\nmore")), "oom_device"),
+    "cublas": (lambda: raise_it(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ...")), "oom_device"),
+    "wrapped": (lambda: chained(torch.OutOfMemoryError("CUDA out of memory.")), "oom_device"),
+    "pinned": (lambda: pinned_statement(torch.AcceleratorError("CUDA error: out of memory")), "oom_pinned"),
+    "registered": (lambda: raise_it(RuntimeError(REGISTER)), "oom_pinned"),
+    "no pinning without a GPU": (lambda: pinned_statement(RuntimeError("Cannot access accelerator device")), "failed"),
+    "host": (lambda: bytearray(1 << 60), "oom_host"),
+    "host, torch": (lambda: torch.empty(10**15), "oom_host"),
+    "refused": (lambda: raise_it(PreflightError("sp_size=3")), "refused"),
+    "configuration": (lambda: raise_it(ConfigError("kind='x'")), "refused"),
+    "other": (lambda: raise_it(RuntimeError("Connection closed by peer")), "failed"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outcome_by_cause(name):
+    function, outcome = CASES[name]
+    with pytest.raises(Exception) as caught:
+        function()
+    got, reason = classify(caught.value)
+    assert got == outcome
+    assert type(caught.value if name != "wrapped" else caught.value.__cause__).__name__ in reason and "\n" not in reason
+
+
+def test_worker_leaves_the_outcome_of_what_its_kind_raises(tmp_path, monkeypatch, capfd):
+    from tests import runner_points
+
+    (tmp_path / "point.json").write_text(json.dumps(
+        {"kind": "tests.runner_points", "settings": {}, "folder": str(tmp_path), "processes": 1, "gpus": 0}
+    ))
+    for name, (function, outcome) in CASES.items():
+        monkeypatch.setattr(runner_points, "run", lambda point, function=function: function())
+        assert worker._work(tmp_path, 0) == 1
+        ended = run.read_ending(tmp_path, 1)
+        assert (name, ended.outcome) == (name, outcome) and ended.reason.startswith("rank 0: ")
+
+
+def test_sigkill_is_out_of_memory_only_where_the_kernel_says_so():
+    assert worker.death(9, 3, 4, False)[0] == "oom_host"
+    assert worker.death(9, None, None, True)[0] == "oom_host"
+    assert worker.death(9, 3, 3, False)[0] == "failed"
+    assert worker.death(9, None, None, False)[0] == "failed"
+    assert worker.death(11, 3, 4, False) == ("failed", "ended by SIGSEGV")
+
+
+def test_kernel_kills_reads_both_kinds_of_control_group(tmp_path):
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (groups / "a/b").mkdir(parents=True)
+    (groups / "memory").mkdir()
+    assert kernel_kills(proc, groups) is None
+    (proc / "self/cgroup").write_text("0::/a/b\n")
+    assert kernel_kills(proc, groups) is None
+    (groups / "a/b/memory.events").write_text("low 0\noom 5\noom_kill 2\noom_group_kill 9\n")
+    assert kernel_kills(proc, groups) == 2
+    # In a container the path is another namespace's, and its own group is the mount's root.
+    (proc / "self/cgroup").write_text("9:cpu:/x\n4:memory:/elsewhere\n0::/\n")
+    (groups / "memory/memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 7\n")
+    assert kernel_kills(proc, groups) == 7
+
+
+def test_ending_prefers_the_cause_over_its_echoes(tmp_path):
+    (tmp_path / "log.txt").write_text("torchrun: error: port in use\n\n")
+    assert "port in use" in run.read_ending(tmp_path, 2).reason
+    worker.leave(tmp_path, 0, {"outcome": "failed", "reason": "RuntimeError: Connection closed by peer"})
+    worker.leave(tmp_path, 1, {"outcome": "failed", "reason": "ended by SIGKILL", "signal": 9})
+    assert run.read_ending(tmp_path, 3).reason == "rank 1: ended by SIGKILL"
+    worker.leave(tmp_path, 2, {"outcome": "oom_device", "reason": "OutOfMemoryError: CUDA out of memory."})
+    assert run.read_ending(tmp_path, 3).outcome == "oom_device"
+
+
+def test_kill_tree_reaches_other_sessions(tmp_path):
+    inner = "import time; time.sleep(99)"
+    script = (
+        "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {inner!r}, sys.argv[1]], start_new_session=True)\n"
+        "time.sleep(99)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)])
+    while len(processes_naming(str(tmp_path))) < 2:
+        time.sleep(0.02)
+    kill_tree(process.pid)
+    process.wait()
+    assert processes_naming(str(tmp_path)) == []
+
+
+def test_every_experiment_of_the_repository_can_be_listed(capsys):
+    assert run.main([]) == 0
+    listed = capsys.readouterr().out
+    for name in points.names():
+        assert name in listed
+        assert run.main([name, "--dry-run"]) == 0
+
+
+def test_points_are_crossed_with_the_grid(tmp_path):
+    path = write(
+        tmp_path, common={"seconds": 1}, points=[{"processes": 2}, {"processes": 1}], grid={"tokens": ["1K", 2048]}
+    )
+    specs = points.expand(points.read(path), tmp_path)
+    assert [(s.point.processes, s.point.tokens) for s in specs] == [(2, 1024), (2, 2048), (1, 1024), (1, 2048)]
+    assert [s.label for s in specs][:2] == ["upipe 1K processes=2", "upipe 2K processes=2"]
+    assert points.select(specs, None, ["2K"]) == [specs[1], specs[3]]
+    again = points.expand(points.read(write(tmp_path, common={"processes": 2, "seconds": 1}, grid={"tokens": [1024]})), tmp_path)
+    assert again[0].key == specs[0].key
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"kind": "nothing"}, "there are: train"),
+        ({"common": {"procesess": 2}}, "did you mean 'processes'"),
+        ({"grid": {"tokens": []}}, "expected a list"),
+        ({"grid": {"tokens": ["1K", 1024]}}, "same settings"),
+        ({"common": {"tokens": "1 KB"}}, "not a length"),
+        ({"common": {"ending": "badly"}}, "allowed are"),
+        ({"sweep": {}}, "unknown key 'sweep'"),
+    ],
+)
+def test_bad_experiments_are_refused(tmp_path, capsys, keys, message):
+    assert run.main([str(write(tmp_path, **keys)), "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["toy-cpu", "--method", "fpdt"], "there are upipe"),
+        (["toy-cpu", "--tokens", "7K"], "there are 512, 1K"),
+        (["toy"], "no experiment 'toy'"),
+        (["toy-cpu", "--timeout", "0"], "must be positive"),
+    ],
+)
+def test_bad_requests_are_refused(capsys, words, message):
+    assert run.main([*words, "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="this machine has the GPUs")
+def test_too_few_gpus_are_said_before_anything_runs(tmp_path, capsys):
+    assert run.main(arguments("llama3_8b_4layers-2gpu", tmp_path)) == 2
+    assert "needs 2 GPUs" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+def made_record(**values):
+    machine = {"gpus": 0, "commit": COMMIT, "command": "c", "date": "2026-01-01T00:00:00Z", "versions": {"torch": "2"}}
+    return records.Record(run_id="r", experiment="e", model="llama3-8b", tokens=131072).updated({**machine, **values})
+
+
+def test_merge_appends_once_and_refuses_what_is_invalid(tmp_path, capsys):
+    source, target = tmp_path / "from", tmp_path / "into"
+    for point in ("a", "b"):
+        records.append(made_record(point=point), source)
+    records.append(made_record(point="a"), target)
+    with open(source / "e.jsonl", "a") as file:
+        file.write(json.dumps(made_record(point="c", outcome="failed").to_dict()) + "\n")
+        file.write(json.dumps(made_record(point="b", loss=2.0).to_dict()) + "\n")
+    assert merge.main([str(source), "--into", str(target)]) == 1
+    captured = capsys.readouterr()
+    assert "1 records appended, 1 were there already, 2 refused" in captured.out
+    assert "without a reason" in captured.err and "another record of point b" in captured.err
+    assert [r["point"] for r in records.load(target / "e.jsonl")] == ["a", "b"]
+
+
+def test_table_shows_the_last_record_of_a_point_and_published_numbers_apart(tmp_path, capsys):
+    gpu = {"gpu": "NVIDIA H200", "gpus": 2, "sp": 2, "dp": 1, "warmup_steps": 1}
+    timed = {"time_s": 16.0, "times_s": [16.0], "tokens_per_s_per_gpu": 4096.0}
+    full = {**gpu, **timed, "peak_gib": 21.5, "states_gib": 11.5, "peak_above_states_gib": 10.0, "reserved_gib": 30.0}
+    records.append(made_record(point="a", **gpu, outcome="failed", reason="once"), tmp_path)
+    records.append(made_record(point="a", **full), tmp_path)
+    records.append(made_record(point="b", **gpu, outcome="oom_device", reason="x").updated({"tokens": 262144}), tmp_path)
+    assert table.main(["e", "--results", str(tmp_path), "--compare"]) == 0
+    out = capsys.readouterr().out
+    measured, reported = out.split("reported (published")
+    assert "4096.0, 21.50 GiB" in measured and "oom_device" in measured and "failed" not in measured
+    assert "128K" in measured and "2281.05" not in measured
+    assert "2281.05" in reported and "qwen3-32b" not in reported
+    assert table.main(["nothing", "--results", str(tmp_path)]) == 2
+    assert "experiments with records: e" in capsys.readouterr().err
+
+
+def test_interrupted_runner_ends_its_point(tmp_path):
+    path = write(tmp_path, points=[{"ending": "hang"}])
+    runner = subprocess.Popen([sys.executable, "-m", "experiments.run", *arguments(path, tmp_path)], cwd=ROOT)
+    while not list((tmp_path / "logs").glob("made/*/*/log.txt")):
+        assert runner.poll() is None
+        time.sleep(0.05)
+    runner.send_signal(signal.SIGTERM)
+    assert runner.wait(timeout=30) == 130
+    assert processes_naming(str(tmp_path)) == [] and results(tmp_path) == []

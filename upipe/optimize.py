@@ -1,0 +1,116 @@
+"""How a run optimizes: its settings, the learning rate of each step, the optimizer, and DeepSpeed's configuration."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+
+@dataclass
+class TrainConfig:
+    """The optimization, what is recorded of it, and where the run is written.
+
+    steps: optimizer steps. micro_batch_size: sequences of one data-parallel rank in one forward pass. accumulation:
+    micro-batches an optimizer step. learning_rate: the peak, reached after `warmup_steps`, then a cosine down to
+    final_lr_ratio times it. gradient_clipping: greatest gradient norm, 0 for none. max_live_parameters: the cap on
+    gathered parameters under ZeRO-3 (`stage3_max_live_parameters`). gradient_dtype: what gradients are accumulated and
+    kept in when dtype is bf16; "bf16" saves two bytes a parameter, sharded, and rounds once more.
+
+    eval_every: evaluate after every so many steps, 0 for never, on the evaluation data of the `data` section.
+    eval_batches: batches of micro_batch_size sequences in one evaluation, over all ranks together; 0 for all there are.
+    tensorboard: write event files to `run_dir`/tensorboard. wandb: the project to log to, or null.
+
+    run_dir: the run's folder, relative to the working directory. save_every: write a checkpoint after every so many
+    steps and after the last, 0 for never (a checkpoint is still written when the run is told to end). keep_last: complete
+    checkpoints kept, 0 for all. overwrite: replace the records of an earlier run in `run_dir` rather than refuse.
+    """
+
+    steps: int = 100
+    micro_batch_size: int = 1
+    accumulation: int = 1
+    learning_rate: float = 3e-4
+    final_lr_ratio: float = 0.1
+    warmup_steps: int = 10
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    gradient_clipping: float = 1.0
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    max_live_parameters: int = 250_000_000
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    seed: int = 0
+    eval_every: int = 0
+    eval_batches: int = 0
+    tensorboard: bool = False
+    wandb: str | None = None
+    run_dir: str = "runs/run"
+    save_every: int = 0
+    keep_last: int = 2
+    overwrite: bool = False
+
+    def __post_init__(self):
+        for name in ("steps", "micro_batch_size", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        not_negative = ("learning_rate", "final_lr_ratio", "warmup_steps", "weight_decay", "gradient_clipping")
+        for name in (*not_negative, "eval_every", "eval_batches", "save_every", "keep_last"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The rate of optimizer step `step` (0 first): linear warm-up, then cosine to final_lr_ratio at the last step."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.learning_rate * (config.final_lr_ratio + (1 - config.final_lr_ratio) * cosine)
+
+
+def deepspeed_config(config: TrainConfig, *, cuda: bool) -> dict[str, Any]:
+    """The DeepSpeed configuration of a run: what DeepSpeed would fill in by itself and that changes numbers or memory
+    (clipping at 1.0, live parameters) is always written out."""
+    zero: dict[str, Any] = {
+        "stage": config.zero_stage,
+        "reduce_scatter": True,
+        "contiguous_gradients": True,
+        "overlap_comm": cuda,
+    }
+    if config.zero_stage == 3:
+        zero |= {
+            "stage3_max_live_parameters": config.max_live_parameters,
+            "stage3_max_reuse_distance": config.max_live_parameters,
+            "stage3_prefetch_bucket_size": 50_000_000,
+            "stage3_param_persistence_threshold": 100_000,
+        }
+    return {
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "gradient_accumulation_steps": config.accumulation,
+        "gradient_clipping": config.gradient_clipping,
+        "bf16": {"enabled": config.dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": config.gradient_dtype if config.dtype == "bf16" else "fp32"},
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": sys.maxsize,
+    }
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig, *, cuda: bool) -> torch.optim.AdamW:
+    """AdamW (fused on a GPU); weight decay on matrices alone, not on norms and biases."""
+    # `ds_shape` where ZeRO-3 has already partitioned the parameter at construction.
+    matrices = [p for p in model.parameters() if len(getattr(p, "ds_shape", p.shape)) >= 2]
+    vectors = [p for p in model.parameters() if len(getattr(p, "ds_shape", p.shape)) < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=tuple(config.betas),
+        eps=config.epsilon,
+        fused=cuda,
+    )
