@@ -114,14 +114,27 @@ def positions_of(batch):
     return torch.arange(ids.shape[1]).expand_as(ids)
 
 
-def block_causal(positions, dtype=torch.float32):
-    """[B, 1, S, S] additive mask: causal, and inside one document (a document starts where positions reset)."""
+def block_causal(positions, dtype=torch.float32, window=None):
+    """[B, 1, S, S] additive mask: causal, inside one document (a document starts where positions reset) and, with a
+    window, over the token itself and the window - 1 before it."""
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     document = starts.cumsum(1)
     length = positions.shape[1]
     seen = torch.ones(length, length, dtype=torch.bool).tril() & (document[:, :, None] == document[:, None, :])
+    if window is not None:
+        seen &= torch.ones(length, length, dtype=torch.bool).triu(1 - window)
     return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[:, None]
+
+
+def masks_of(config, positions, dtype):
+    """The mask that a model of this configuration takes: one, or one a kind of layer where its layers differ."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in kinds:
+        return {"full_attention": block_causal(positions, dtype), "sliding_attention": block_causal(positions, dtype, window)}
+    one_window = config.model_type in ("mistral", "phi3")
+    return block_causal(positions, dtype, window if one_window else None)
 
 
 def shifted(batch):
@@ -138,7 +151,7 @@ def plain_logits(model, batch):
     if model.config._attn_implementation == "sdpa":
         assert torch.equal(positions, torch.arange(positions.shape[1]).expand_as(positions))
         return model(input_ids=batch["input_ids"], use_cache=False).logits
-    return model(input_ids=batch["input_ids"], position_ids=positions, attention_mask=block_causal(positions, dtype),
+    return model(input_ids=batch["input_ids"], position_ids=positions, attention_mask=masks_of(model.config, positions, dtype),
                  use_cache=False).logits
 
 
