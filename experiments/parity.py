@@ -29,18 +29,22 @@ import time
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import transformers
 
 import upipe
-from upipe import kernels, records
+from upipe import kernels, models, records
 from upipe.config import ConfigError
 from upipe.environment import code, environment
 from upipe.records import Record
 
+# Class prefix, attention of the plain model, and what else the configuration gets.
 MODELS = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": ("Llama", "sdpa", {}),
+    "qwen2": ("Qwen2", "sdpa", {}),
+    "qwen3": ("Qwen3", "sdpa", {}),
+    "mistral": ("Mistral", "sdpa", {"sliding_window": 1000}),
+    "gemma2": ("Gemma2", "eager", {"sliding_window": 1000, "attn_logit_softcapping": 5.0}),
+    "gpt_oss": ("GptOss", "eager", {"sliding_window": 1000, "num_local_experts": 2, "num_experts_per_tok": 1}),
 }
 BOUND_BF16 = 1.2
 BOUND_LOSS_FP32, BOUND_GRAD_FP32 = 1e-5, 1e-4
@@ -48,17 +52,19 @@ BOUND_LOSS_FP32, BOUND_GRAD_FP32 = 1e-5, 1e-4
 
 def build(kind: str, heads: int, kv_heads: int, head_dim: int, layers: int, seed: int) -> torch.nn.Module:
     """A plain fp32 model with distinct weights everywhere, each representable in bf16."""
-    config_class, model_class = MODELS[kind]
+    prefix, attention, special = MODELS[kind]
     shape = dict(
         vocab_size=512, hidden_size=heads * head_dim, intermediate_size=2 * heads * head_dim, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=False, max_position_embeddings=1 << 20,
+        **special,
     )
     if kind != "qwen2":
         shape["head_dim"] = head_dim
     if kind == "qwen3":
         shape["hidden_size"] = heads * head_dim // 2
     torch.manual_seed(seed)
-    model = model_class(config_class(**shape, attn_implementation="sdpa"))
+    config = getattr(transformers, f"{prefix}Config")(**shape, attn_implementation=attention)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
@@ -101,7 +107,8 @@ def plain_block(model, x, grad, positions, device) -> dict[str, torch.Tensor]:
     """Output and gradients of the first layer's attention, unsharded. x, grad: [1, S, D] fp32."""
     attention, angles = _first_attention(copy.deepcopy(model).to(device))
     x = x.to(next(attention.parameters()).dtype, copy=True).requires_grad_()
-    y, _ = attention(hidden_states=x, position_embeddings=_angles(angles, x, positions), attention_mask=None)
+    mask = _plain_mask(attention, x)
+    y, _ = attention(hidden_states=x, position_embeddings=_angles(angles, x, positions), attention_mask=mask)
     y.backward(grad.to(y.dtype))
     return _named(attention, y, x)
 
@@ -137,6 +144,17 @@ def _gather_tokens(tensor, handle) -> torch.Tensor:
 
 def _first_attention(model):
     return model.model.layers[0].self_attn, model.model.rotary_emb
+
+
+def _plain_mask(attention, x) -> torch.Tensor | None:
+    """[1, 1, S, S] additive, or None where the plain attention is causal by itself."""
+    window = models.of_attention(type(attention)).window(attention)
+    if window is None and attention.config._attn_implementation == "sdpa":
+        return None
+    seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+    if window is not None:
+        seen &= torch.ones_like(seen).triu(1 - window)
+    return torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill(~seen, torch.finfo(x.dtype).min)[None, None]
 
 
 def _angles(rotary, x, positions) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,6 +234,24 @@ CASES = [
     ("qwen3", 16, 4, 128, 4),
     ("qwen3", 9, 3, 64, None),
 ]
+BLOCK_CASES = [
+    ("mistral", 8, 2, 128, None),
+    ("gpt_oss", 8, 2, 64, None),
+    ("gemma2", 8, 2, 128, None),
+]
+"""Windows, sinks and softcap: alone in the attention, compared on the block."""
+
+
+def declined(kernel: str, kind: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernel does not take a case, or None."""
+    _, _, special = MODELS[kind]
+    like = torch.empty(0, dtype=dtype, device=device)
+    case = kernels.Case.of(like, head_dim, "sliding_window" in special, "attn_logit_softcapping" in special)
+    try:
+        kernels.select(kernel, case)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def report(record: Record) -> None:
@@ -234,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--cases", type=int, default=len(CASES), help="how many of the cases to run")
+    parser.add_argument("--cases", type=int, default=None, help="run only the first so many cases")
     parser.add_argument("--scopes", nargs="+", default=["block", "model"], choices=["block", "model"])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--results", default="experiments/results", metavar="DIR", help="where parity.jsonl is (default: %(default)s)")
@@ -254,7 +290,12 @@ def main(arguments: list[str] | None = None) -> int:
     run_id = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(3)
     failed = 0
     for kernel, scope in itertools.product(options.kernels, options.scopes):
-        for kind, heads, kv_heads, head_dim, width in CASES[: options.cases]:
+        for kind, heads, kv_heads, head_dim, width in (CASES + BLOCK_CASES * (scope == "block"))[: options.cases]:
+            reason = declined(kernel, kind, head_dim, getattr(torch, options.dtype), device)
+            if reason is not None:
+                if lead:
+                    print(f"---- {scope} {kind}: {reason}", flush=True)
+                continue
             record = run_case(
                 kind, heads, kv_heads, head_dim, kernel, getattr(torch, options.dtype), scope, options.tokens,
                 options.batches, options.layers, width, device,

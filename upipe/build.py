@@ -1,10 +1,11 @@
-"""Build the model to train: random weights in a given shape, or a pretrained checkpoint from a local folder.
+"""Build the model to train: random weights in a given or published shape, or a pretrained checkpoint.
 
-What comes out is a plain Hugging Face causal LM, float32, on the CPU; parallelism is applied to it afterwards.
+What comes out is a plain Hugging Face causal LM; parallelism is applied to it afterwards.
 """
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from upipe.config import ConfigError, File, Length
+from upipe.config import ConfigError, FileOrName, Length
+from upipe.presets import preset_shapes
 
 _SHAPE = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size")
 
@@ -21,14 +23,20 @@ _SHAPE = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vo
 class ModelConfig:
     """The model, and how its activations are kept.
 
-    With `pretrained` (a folder that `from_pretrained` reads; `gguf_file` names a GGUF file in it) the shape is the
-    checkpoint's, and none may be given here. Without it all of the shape must be: hidden_size, layers, heads (query),
-    kv_heads, intermediate_size, vocab_size; head_dim defaults to hidden_size / heads.
+    One of three gives the shape. `pretrained` (a folder, or a name, that `from_pretrained` reads; `gguf_file` names a
+    GGUF file in it) brings shape and weights. `preset` brings a published shape with random weights, `layers` of its
+    decoder layers (all unless told); see `upipe.presets`. Otherwise all of the shape must be given: hidden_size, layers,
+    heads (query), kv_heads, intermediate_size, vocab_size; head_dim defaults to hidden_size / heads, rope_theta to 10000,
+    max_positions (the longest sequence the model is said to take) to 131072.
 
+    rope_scaling: RoPE scaling for any of the three, as in a Hugging Face configuration, e.g. {rope_type: yarn, factor: 4.0,
+    original_max_position_embeddings: 32768}; rope_theta stays the model's own unless it is among them.
     checkpointing: recompute each decoder layer in the backward pass ("non-reentrant" is torch's recommended form).
+    zero_init: under ZeRO-3 make random weights partitioned from the start (`deepspeed.zero.Init`), never whole on any
+    rank; "auto" where there is a GPU. The values depend on the seed alone, but differ from those made whole.
     """
 
-    architecture: Literal["llama", "qwen2", "qwen3"] = "llama"
+    architecture: Literal["llama", "qwen2", "qwen3"] | None = None
     hidden_size: int | None = None
     layers: int | None = None
     heads: int | None = None
@@ -36,27 +44,42 @@ class ModelConfig:
     head_dim: int | None = None
     intermediate_size: int | None = None
     vocab_size: int | None = None
-    tie_embeddings: bool = False
-    rope_theta: float = 10000.0
-    max_positions: Length = 131072
-    pretrained: File | None = None
+    tie_embeddings: bool | None = None
+    rope_theta: float | None = None
+    rope_scaling: dict | None = None
+    max_positions: Length | None = None
+    preset: Literal["llama3-8b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "qwen3-32b-paper"] | None = None
+    pretrained: FileOrName | None = None
     gguf_file: str | None = None
     checkpointing: Literal["none", "non-reentrant", "reentrant"] = "none"
+    zero_init: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self):
-        given = [name for name in (*_SHAPE, "head_dim") if getattr(self, name) is not None]
-        if self.pretrained is not None:
-            if given:
-                raise ValueError(f"pretrained={self.pretrained!r} brings its own shape; leave out {', '.join(given)}")
-            return
-        if self.gguf_file is not None:
-            raise ValueError(f"gguf_file={self.gguf_file!r} needs pretrained, the folder that the file is in")
-        missing = [name for name in _SHAPE if name not in given]
-        if missing:
-            raise ValueError(f"give the whole shape, or pretrained; missing: {', '.join(missing)}")
-        for name in given:
+        names = (*_SHAPE, "head_dim", "architecture", "tie_embeddings", "rope_theta", "max_positions")
+        given = [name for name in names if getattr(self, name) is not None]
+        for name in (n for n in (*_SHAPE, "head_dim") if n in given):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.gguf_file is not None and self.pretrained is None:
+            raise ValueError(f"gguf_file={self.gguf_file!r} needs pretrained, the folder that the file is in")
+        if self.pretrained is not None:
+            if given or self.preset is not None:
+                given += ["preset"] * (self.preset is not None)
+                raise ValueError(f"pretrained={self.pretrained!r} brings its own shape; leave out {', '.join(given)}")
+            if self.zero_init == "always":
+                raise ValueError("zero_init=always makes random weights; with pretrained use auto or never")
+            return
+        if self.preset is not None:
+            others = [name for name in given if name != "layers"]
+            if others:
+                raise ValueError(f"preset={self.preset!r} brings its own shape but for layers; leave out {', '.join(others)}")
+            published = preset_shapes()[self.preset]["num_hidden_layers"]
+            if self.layers is not None and self.layers > published:
+                raise ValueError(f"layers={self.layers}: preset={self.preset!r} has {published}; give at most that")
+            return
+        missing = [name for name in _SHAPE if name not in given]
+        if missing:
+            raise ValueError(f"give the whole shape, a preset, or pretrained; missing: {', '.join(missing)}")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.head_dim is None and self.hidden_size % self.heads:
@@ -66,16 +89,41 @@ class ModelConfig:
 
 
 def hf_config(config: ModelConfig) -> Any:
-    """The Hugging Face configuration of the shape in `config`, which must not name a pretrained checkpoint."""
+    """The Hugging Face configuration of the model in `config`. Raises ConfigError where a pretrained one cannot be read."""
+    from transformers import AutoConfig
+
+    if config.pretrained is not None:
+        extra = {} if config.gguf_file is None else {"gguf_file": config.gguf_file}
+        try:
+            found = AutoConfig.from_pretrained(config.pretrained, **extra)
+        except (OSError, ValueError, ImportError) as error:
+            what = "" if Path(config.pretrained).is_dir() else " is not a folder, and as a name"
+            raise ConfigError(f"model.pretrained={config.pretrained!r}{what} cannot be loaded: {error}") from error
+        found.use_cache = False
+    elif config.preset is not None:
+        shape = preset_shapes()[config.preset] | ({} if config.layers is None else {"num_hidden_layers": config.layers})
+        found = AutoConfig.for_model(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None, use_cache=False)
+    else:
+        found = _given_shape(config)
+    if config.rope_scaling is not None:
+        if "rope_type" not in config.rope_scaling:
+            raise ConfigError(f"model.rope_scaling={config.rope_scaling}: give rope_type (linear, yarn or llama3), and what it needs")
+        theta = found.rope_parameters["rope_theta"]
+        found.rope_parameters = {"rope_theta": theta} | config.rope_scaling
+    return found
+
+
+def _given_shape(config: ModelConfig) -> Any:
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-    cls = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[config.architecture]
+    architecture = config.architecture or "llama"
+    cls = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[architecture]
     head_dim = config.head_dim if config.head_dim is not None else config.hidden_size // config.heads
-    if config.architecture == "qwen2" and head_dim * config.heads != config.hidden_size:
+    if architecture == "qwen2" and head_dim * config.heads != config.hidden_size:
         raise ConfigError(
             f"model.head_dim={head_dim}: Qwen2 has head_dim = hidden_size / heads = {config.hidden_size / config.heads:g}"
         )
-    shape = {} if config.architecture == "qwen2" else {"head_dim": head_dim}
+    shape = {} if architecture == "qwen2" else {"head_dim": head_dim}
     return cls(
         hidden_size=config.hidden_size,
         num_hidden_layers=config.layers,
@@ -83,9 +131,9 @@ def hf_config(config: ModelConfig) -> Any:
         num_key_value_heads=config.kv_heads,
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_positions,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        tie_word_embeddings=config.tie_embeddings,
+        max_position_embeddings=131072 if config.max_positions is None else config.max_positions,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0 if config.rope_theta is None else config.rope_theta},
+        tie_word_embeddings=bool(config.tie_embeddings),
         bos_token_id=None,
         eos_token_id=None,
         use_cache=False,
@@ -93,24 +141,59 @@ def hf_config(config: ModelConfig) -> Any:
     )
 
 
-def build_model(config: ModelConfig, *, seed: int = 0) -> nn.Module:
+def build_model(config: ModelConfig, *, seed: int = 0, meta: bool = False) -> nn.Module:
     """The model of `config`: float32, on the CPU, in training mode, with activation checkpointing as asked.
 
     Random weights depend on the shape and `seed` alone, so every rank that builds it has the same; the caller's random
-    state is left as it was. Raises ConfigError where the pretrained folder is not there.
+    state is left as it was. meta: shapes alone, on the meta device, in an instant. Raises ConfigError where the pretrained
+    model cannot be loaded.
     """
     from transformers import AutoModelForCausalLM
 
-    if config.pretrained is not None:
-        if not Path(config.pretrained).is_dir():
-            raise ConfigError(f"model.pretrained={config.pretrained!r} is not a folder")
+    described = hf_config(config)
+    if meta:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+    elif config.pretrained is not None:
         extra = {} if config.gguf_file is None else {"gguf_file": config.gguf_file}
-        model = AutoModelForCausalLM.from_pretrained(config.pretrained, dtype=torch.float32, **extra)
+        model = AutoModelForCausalLM.from_pretrained(config.pretrained, config=described, dtype=torch.float32, **extra)
         model.config.use_cache = False
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(hf_config(config), dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+    return _in_training(model, config)
+
+
+def wants_zero_init(config: ModelConfig, *, zero_stage: int, cuda: bool) -> bool:
+    """Whether to make the model with `build_partitioned_model`. Raises ConfigError where it is asked for and cannot be."""
+    if config.zero_init == "always" and zero_stage != 3:
+        raise ConfigError(f"model.zero_init=always needs train.zero_stage=3, not {zero_stage}")
+    return config.zero_init == "always" or (config.zero_init == "auto" and cuda and zero_stage == 3 and config.pretrained is None)
+
+
+def build_partitioned_model(config: ModelConfig, ds_config: dict[str, Any], *, seed: int = 0) -> nn.Module:
+    """The random model of `config` with its parameters made and kept partitioned over all ranks (ZeRO-3), in the dtype
+    of `ds_config`, on this rank's device. Collective. Weights come from the first rank and depend on `seed` alone; the
+    caller's random state is left as it was."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    dtype = torch.bfloat16 if ds_config["bf16"]["enabled"] else torch.float32
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    # transformers makes models under deepspeed.zero.Init, and fills them module by module, while this object is alive.
+    under_zero3 = HfDeepSpeedConfig(ds_config)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(hf_config(config), dtype=dtype)
+    finally:
+        del under_zero3
+        gc.collect()
+    return _in_training(model, config)
+
+
+def _in_training(model: nn.Module, config: ModelConfig) -> nn.Module:
     if config.checkpointing != "none":
         enable_checkpointing(model, reentrant=config.checkpointing == "reentrant")
     return model.train()
@@ -127,3 +210,14 @@ def enable_checkpointing(model: nn.Module, *, reentrant: bool) -> None:
 def count_parameters(model: nn.Module) -> int:
     """Parameters of `model`, tied ones once, partitioned ones (ZeRO-3) in full."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+
+
+def longest_served(described: Any) -> int:
+    """Positions that a Hugging Face configuration says its model takes: max_position_embeddings, or what its RoPE
+    scaling stretches the original length to, whichever is more."""
+    rope = getattr(described, "rope_parameters", None) or {}
+    longest = described.max_position_embeddings
+    if rope.get("rope_type", "default") == "default":
+        return longest
+    original = rope.get("original_max_position_embeddings") or longest
+    return max(longest, int(original * rope.get("factor", 1.0)))

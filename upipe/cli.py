@@ -1,4 +1,4 @@
-"""The `upipe` command: `upipe train CONFIG.yaml [key=value ...]` and `upipe demo`."""
+"""The `upipe` command: `upipe train CONFIG.yaml [key=value ...]`, `upipe demo`, `upipe export` and `upipe models`."""
 
 from __future__ import annotations
 
@@ -11,35 +11,50 @@ from pathlib import Path
 
 import torch
 
+from upipe import checkpoint, models
+from upipe.build import ModelConfig, build_model, count_parameters
 from upipe.config import ConfigError, load
+from upipe.launch import launch, slurm_environment
 from upipe.preflight import PreflightError
-from upipe.trainer import RunConfig, Trainer
+from upipe.presets import preset_shapes
+from upipe.trainer import Interrupted, RunConfig, Trainer
 
+INTERRUPTED = 75
 _EXAMPLES = """examples:
   upipe demo
   upipe train configs/demo.yaml --nproc 2 --check
   upipe train configs/demo.yaml train.steps=20 data.tokens=2K upipe.sp_size=2 --nproc 2
+  upipe train my.yaml train.save_every=100 --resume auto --nproc 8
   torchrun --nproc-per-node 8 -m upipe.cli train my.yaml upipe.sp_size=8
   srun upipe train my.yaml upipe.sp_size=16
+  upipe export runs/run my-model
+
+exit status: 0 done, 1 the self-check failed, 2 refused before the first step, 75 ended by SIGTERM or SIGUSR1 after
+writing a checkpoint (go on with --resume auto)
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 1 where the self-check failed, 2 for what cannot be run."""
+    """Run the command; returns the exit status: 0, 1 where the self-check failed, 2 for what cannot be run, 75 where a
+    signal ended the run after a checkpoint."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments in one run only; overrides may also stand after the options.
     for word in rest:
-        if word.startswith("-") or "=" not in word:
+        if word.startswith("-") or "=" not in word or not hasattr(arguments, "overrides"):
             parser.error(f"unrecognized argument {word!r} (overrides are written key=value)")
-    arguments.overrides += rest
+        arguments.overrides.append(word)
+    # A message may concern one rank alone, so each that has one says it.
+    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
     try:
         return arguments.run(arguments)
     except (ConfigError, PreflightError) as error:
-        # A refusal may concern one rank alone, so each that has one says it.
-        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         print(f"upipe: error{rank}: {error}", file=sys.stderr)
         return 2
+    except Interrupted as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"upipe: {error}", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,demo}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,demo,export,models}")
 
     train = commands.add_parser(
         "train",
@@ -60,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration; see configs/")
+    train.add_argument(
+        "--resume",
+        default="none",
+        metavar="auto|PATH|none",
+        help="go on from the newest complete checkpoint of train.run_dir (where there is none, start), or from the one at PATH",
+    )
     train.set_defaults(run=_train)
 
     demo = commands.add_parser(
@@ -76,11 +97,26 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", nargs="*", metavar="key=value", default=[], help="overrides, e.g. train.steps=100"
         )
         command.add_argument("--nproc", type=int, metavar="N", help="start N processes on this machine")
-        command.add_argument("--dry-run", action="store_true", help="build and check everything, train nothing")
+        command.add_argument(
+            "--dry-run", action="store_true", help="check everything and print the plan, with shapes in place of weights"
+        )
         command.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     train.add_argument(
         "--check", action="store_true", help="end by comparing loss and every gradient with the unsharded model"
     )
+
+    export = commands.add_parser(
+        "export",
+        help="turn a checkpoint into a plain Hugging Face folder",
+        description="Turn a checkpoint of any ZeRO stage into a plain Hugging Face folder (safetensors, configuration, "
+        "tokenizer), which AutoModelForCausalLM.from_pretrained reads.",
+    )
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run's folder for its newest")
+    export.add_argument("out", metavar="OUT", help="the folder to write; must be new or empty")
+    export.set_defaults(run=_export)
+
+    listed = commands.add_parser("models", help="list the architectures that are served, and the shape presets")
+    listed.set_defaults(run=_models)
     return parser
 
 
@@ -91,6 +127,7 @@ def _train(arguments: argparse.Namespace) -> int:
         nproc=arguments.nproc,
         check=arguments.check,
         dry_run=arguments.dry_run,
+        resume=arguments.resume,
     )
 
 
@@ -104,19 +141,41 @@ def _demo(arguments: argparse.Namespace) -> int:
     return run(str(config), overrides, nproc=nproc, check=True, dry_run=arguments.dry_run)
 
 
-def run(config: str, overrides: list[str], *, nproc: int | None, check: bool, dry_run: bool) -> int:
-    """Train in this process as one rank of a launched world, or, with `nproc` and no launcher, start that world in
-    this process's place. Returns the exit status."""
+def _export(arguments: argparse.Namespace) -> int:
+    path = checkpoint.export(arguments.checkpoint, arguments.out)
+    print(f"exported {path} to {arguments.out}")
+    return 0
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    print("served architectures (model type, attention class, what of it):")
+    for architecture in models.ARCHITECTURES:
+        print(f"  {architecture.name:<12} {architecture.attention_name:<18} {architecture.served_as}")
+    print("shape presets (model.preset, with model.layers to shorten):")
+    for name, shape in preset_shapes().items():
+        parameters = count_parameters(build_model(ModelConfig(preset=name), meta=True))
+        heads = f"{shape['num_attention_heads']}/{shape['num_key_value_heads']} heads"
+        print(
+            f"  {name:<16} {shape['model_type']:<6} {parameters / 1e9:5.2f} B parameters, {shape['num_hidden_layers']} layers, "
+            f"hidden {shape['hidden_size']}, {heads}"
+        )
+    return 0
+
+
+def run(config: str, overrides: list[str], *, nproc: int | None, check: bool, dry_run: bool, resume: str = "none") -> int:
+    """Train in this process as one rank of a launched world, or, with `nproc` and no launcher, start that world and
+    wait for it. Returns the exit status."""
     parsed = load(RunConfig, config, overrides)
     os.environ.update(slurm_environment(os.environ))
     if nproc is not None and "RANK" not in os.environ:
-        launch(["train", config, *overrides, *["--check"] * check, *["--dry-run"] * dry_run], nproc)
+        options = ["--check"] * check + ["--dry-run"] * dry_run + (["--resume", resume] if resume != "none" else [])
+        return launch(["train", config, *overrides, *options], nproc)
 
     # torch 2.13 deprecates collectives under the names that DeepSpeed calls, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     trainer = None
     try:
-        trainer = Trainer(parsed)
+        trainer = Trainer(parsed, resume=resume, dry_run=dry_run)
         if trainer.is_main:
             print(trainer.describe(), flush=True)
         if dry_run:
@@ -124,12 +183,7 @@ def run(config: str, overrides: list[str], *, nproc: int | None, check: bool, dr
         started = time.perf_counter()
         losses = trainer.fit()
         if trainer.is_main:
-            last = losses[-10:]
-            print(
-                f"trained {len(losses)} steps in {time.perf_counter() - started:.0f} s: loss {losses[0]:.4f} -> "
-                f"{sum(last) / len(last):.4f} (mean of the last {len(last)}); metrics in {parsed.train.run_dir}",
-                flush=True,
-            )
+            print(_summary(trainer, losses, time.perf_counter() - started), flush=True)
         if not check:
             return 0
         result = trainer.check()
@@ -143,36 +197,15 @@ def run(config: str, overrides: list[str], *, nproc: int | None, check: bool, dr
             torch.distributed.destroy_process_group()
 
 
-def launch(arguments: list[str], nproc: int) -> None:
-    """Replace this process by `torch.distributed.run` with `nproc` processes of `upipe` with `arguments`."""
-    if nproc < 1:
-        raise ConfigError(f"--nproc {nproc}: must be at least 1")
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    if not torch.cuda.is_available():
-        environment.setdefault("DS_ACCELERATOR", "cpu")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execve(sys.executable, [*command, "-m", "upipe.cli", *arguments], environment)
-
-
-def slurm_environment(environment) -> dict[str, str]:
-    """The launcher variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) of a process that srun started;
-    empty where another launcher has set RANK, or where this is no step of several tasks."""
-    tasks = environment.get("SLURM_STEP_NUM_TASKS")
-    if "RANK" in environment or tasks is None or int(tasks) < 2:
-        return {}
-    address = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
-    if not address:
-        raise ConfigError("under srun set MASTER_ADDR to the first node's address (SLURM_LAUNCH_NODE_IPADDR is unset)")
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": tasks,
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "MASTER_ADDR": address,
-        "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(environment["SLURM_JOB_ID"]) % 20000),
-    }
+def _summary(trainer: Trainer, losses: list[float], seconds: float) -> str:
+    where = f"metrics in {trainer.config.train.run_dir}"
+    if not losses:
+        return f"nothing to train: {trainer.checkpoint} has all {trainer.config.train.steps} steps; {where}"
+    last = losses[-10:]
+    return (
+        f"trained {len(losses)} steps in {seconds:.0f} s: loss {losses[0]:.4f} -> "
+        f"{sum(last) / len(last):.4f} (mean of the last {len(last)}); {where}"
+    )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 Each module owns the dataclass that configures it. This module fills a dataclass (whose fields may be dataclasses, the
 sections) from a YAML mapping and `section.key=value` overrides, checks every type, and refuses unknown keys with the
-nearest name. Two field types carry a meaning beyond their Python type:
+nearest name. Three field types carry a meaning beyond their Python type:
 
-    Length   int; also written "128K" = 131072 or "1M" = 1048576 (binary, everywhere)
-    File     str; in a YAML file relative to that file's folder, in an override relative to the working directory
+    Length      int; also written "128K" = 131072 or "1M" = 1048576 (binary, everywhere)
+    File        str, made absolute; in a YAML file relative to that file's folder, in an override to the working directory
+    FileOrName  str; where such a file or folder is there its path, as for File, else a name as it is (on a model hub, say)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import yaml
 
 Length = Annotated[int, "length"]
 File = Annotated[str, "file"]
+FileOrName = Annotated[str, "file or name"]
 
 T = TypeVar("T")
 
@@ -108,7 +110,8 @@ def convert(hint: Any, value: Any, *, key: str, folder: str | Path = ".") -> Any
             except ValueError as error:
                 raise ConfigError(f"{key}: {error}") from error
         text = convert(str, value, key=key)
-        return str(Path(folder, Path(text).expanduser()))
+        path = Path(folder, Path(text).expanduser()).absolute()
+        return str(path) if args[1] == "file" or path.exists() else text
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value, key, folder)
     if origin is Literal:
@@ -208,7 +211,7 @@ def _unknown(dotted: str, name: str, known: Any) -> str:
 def _describe(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return {"length": "a length", "file": "a path"}[args[1]]
+        return {"length": "a length", "file": "a path", "file or name": "a path or a name"}[args[1]]
     if origin in (list, tuple):
         return "a list"
     if dataclasses.is_dataclass(hint):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,10 +42,45 @@ def token_loss_sum(logits: torch.Tensor, shift_labels: torch.Tensor) -> torch.Te
         logits: [B, L, V], any float dtype.
         shift_labels: [B, L] int64, already shifted: the token that position predicts, or -100.
     """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), shift_labels.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    return _CrossEntropySum.apply(logits.flatten(0, 1), shift_labels.flatten())
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """In chunks of rows, so that the logits never exist in fp32 as a whole. logits: [N, V], labels: [N]."""
+
+    CHUNK_ELEMENTS = 1 << 26
+
+    @staticmethod
+    def chunks(logits, labels):
+        """Yield for each chunk: its slice, logits in fp32 (fp64), labels with 0 where ignored, which rows are valid."""
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        rows = max(1, _CrossEntropySum.CHUNK_ELEMENTS // logits.shape[1])
+        for start in range(0, logits.shape[0], rows):
+            part = slice(start, start + rows)
+            valid = labels[part] != IGNORE
+            yield part, logits[part].to(wide), labels[part].where(valid, 0)[:, None], valid
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        lse = logits.new_empty(logits.shape[0], dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
+        total = torch.zeros((), dtype=torch.float64, device=logits.device)
+        for part, x, target, valid in _CrossEntropySum.chunks(logits, labels):
+            lse[part] = x.logsumexp(-1)
+            token_losses = lse[part] - x.gather(1, target)[:, 0]
+            total += token_losses.where(valid, 0).sum(dtype=torch.float64)
+        ctx.save_for_backward(logits, labels, lse)
+        return total.to(lse.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        logits, labels, lse = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        for part, x, target, valid in _CrossEntropySum.chunks(logits, labels):
+            probs = x.sub_(lse[part, None]).exp_() if x.dtype != logits.dtype else (x - lse[part, None]).exp_()
+            probs.scatter_add_(1, target, probs.new_full(target.shape, -1.0))
+            out[part] = probs.mul_(torch.where(valid, grad, 0)[:, None])
+        return out, None
 
 
 class _ReportedLoss(torch.autograd.Function):

@@ -72,7 +72,7 @@ def check_attention(name: str, module: nn.Module, architecture: models.Architect
     """One attention module: projections that can be read row by row."""
     for part in architecture.linear_names:
         projection = getattr(module, part)
-        if isinstance(projection, FSDPModule) or isinstance(projection.weight, DTensor):
+        if isinstance(projection, FSDPModule) or isinstance(getattr(projection, "weight", None), DTensor):
             raise PreflightError(
                 f"{name}.{part}.weight is a shard: call upipe.apply first, then fully_shard on each decoder layer (and the model), "
                 "not on single projections, whose own forward never runs"

@@ -1,7 +1,8 @@
 """Train a Hugging Face model under DeepSpeed with UPipe attention, from one configuration.
 
-A run folder holds what the run was (`config.yaml`, `deepspeed.json`) and what it did (`metrics.jsonl`, one line an
-optimizer step). Units: memory in GiB = 2**30 bytes; tokens/s are counted over all ranks.
+A run folder holds what the run was (`config.yaml`, `deepspeed.json`), what it did (`metrics.jsonl`, one line an
+optimizer step) and its checkpoints (`checkpoints/step_N`). Units: memory in GiB = 2**30 bytes; tokens and tokens/s count
+each token of a batch once, however many ranks share it.
 
 Shapes: B sequences of a micro-batch, S tokens of a sequence.
 """
@@ -11,64 +12,34 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 import yaml
-from torch import nn
 from tqdm import tqdm
 
+from upipe import checkpoint
 from upipe.apply import UPipeConfig, apply
-from upipe.build import ModelConfig, build_model, count_parameters
+from upipe.build import ModelConfig, build_model, build_partitioned_model, count_parameters, longest_served, wants_zero_init
 from upipe.check import CheckResult, self_check
 from upipe.comm import init_distributed
 from upipe.config import ConfigError, to_mapping
-from upipe.data import DataConfig, EpochBatches, build_dataset, build_tokenizer
+from upipe.data import DataConfig, EpochBatches, EvaluationBatches, build_data, build_tokenizer, stack
+from upipe.metrics import FILE as METRICS
+from upipe.metrics import Metrics, check_installed
+from upipe.optimize import TrainConfig, build_optimizer, deepspeed_config, learning_rate
 
-
-@dataclass
-class TrainConfig:
-    """The optimization, and where the run is written.
-
-    steps: optimizer steps. micro_batch_size: sequences of one data-parallel rank in one forward pass. accumulation:
-    micro-batches an optimizer step. learning_rate: the peak, reached after `warmup_steps`, then a cosine down to
-    final_lr_ratio times it. gradient_clipping: greatest gradient norm, 0 for none. max_live_parameters: the cap on
-    gathered parameters under ZeRO-3 (`stage3_max_live_parameters`). gradient_dtype: what gradients are accumulated and kept
-    in when dtype is bf16; "bf16" saves two bytes a parameter, sharded, and rounds once more. overwrite: replace the records of an earlier run
-    in `run_dir` (relative to the working directory) rather than refuse.
-    """
-
-    steps: int = 100
-    micro_batch_size: int = 1
-    accumulation: int = 1
-    learning_rate: float = 3e-4
-    final_lr_ratio: float = 0.1
-    warmup_steps: int = 10
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    gradient_clipping: float = 1.0
-    zero_stage: Literal[0, 1, 2, 3] = 3
-    max_live_parameters: int = 250_000_000
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
-    seed: int = 0
-    run_dir: str = "runs/run"
-    overwrite: bool = False
-
-    def __post_init__(self):
-        for name in ("steps", "micro_batch_size", "accumulation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("learning_rate", "final_lr_ratio", "warmup_steps", "weight_decay", "gradient_clipping"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+logger = logging.getLogger(__name__)
+__all__ = ["Interrupted", "RunConfig", "TrainConfig", "Trainer", "build_optimizer", "deepspeed_config", "learning_rate"]
 
 
 @dataclass
@@ -81,56 +52,8 @@ class RunConfig:
     upipe: UPipeConfig = field(default_factory=UPipeConfig)
 
 
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """The rate of optimizer step `step` (0 first): linear warm-up, then cosine to final_lr_ratio at the last step."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return config.learning_rate * (config.final_lr_ratio + (1 - config.final_lr_ratio) * cosine)
-
-
-def deepspeed_config(config: TrainConfig, *, cuda: bool) -> dict[str, Any]:
-    """The DeepSpeed configuration of a run: what DeepSpeed would fill in by itself and that changes numbers or memory
-    (clipping at 1.0, live parameters) is always written out."""
-    zero: dict[str, Any] = {
-        "stage": config.zero_stage,
-        "reduce_scatter": True,
-        "contiguous_gradients": True,
-        "overlap_comm": cuda,
-    }
-    if config.zero_stage == 3:
-        zero |= {
-            "stage3_max_live_parameters": config.max_live_parameters,
-            "stage3_max_reuse_distance": config.max_live_parameters,
-            "stage3_prefetch_bucket_size": 50_000_000,
-            "stage3_param_persistence_threshold": 100_000,
-        }
-    return {
-        "train_micro_batch_size_per_gpu": config.micro_batch_size,
-        "gradient_accumulation_steps": config.accumulation,
-        "gradient_clipping": config.gradient_clipping,
-        "bf16": {"enabled": config.dtype == "bf16"},
-        "data_types": {"grad_accum_dtype": config.gradient_dtype if config.dtype == "bf16" else "fp32"},
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": sys.maxsize,
-    }
-
-
-def build_optimizer(model: nn.Module, config: TrainConfig, *, cuda: bool) -> torch.optim.AdamW:
-    """AdamW (fused on a GPU); weight decay on matrices alone, not on norms and biases."""
-    # `ds_shape` where ZeRO-3 has already partitioned the parameter at construction.
-    matrices = [p for p in model.parameters() if len(getattr(p, "ds_shape", p.shape)) >= 2]
-    vectors = [p for p in model.parameters() if len(getattr(p, "ds_shape", p.shape)) < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=tuple(config.betas),
-        eps=config.epsilon,
-        fused=cuda,
-    )
+class Interrupted(Exception):
+    """The run was told to end by a signal, and did so after writing a checkpoint. The message names both."""
 
 
 def memory_gib(device: torch.device) -> float:
@@ -144,35 +67,50 @@ class Trainer:
     """One training run. `Trainer(config)` builds everything and is collective over the launched ranks; then `fit()`,
     `check()`, and `close()`, which must be called once.
 
+    resume: "none", "auto" or a path, as `checkpoint.find` reads it. dry_run: everything is checked, but the model has
+    shapes alone and cannot be trained.
     Raises ConfigError for what the configuration asks and cannot be had, before the first step.
     """
 
-    def __init__(self, config: RunConfig):
+    def __init__(self, config: RunConfig, *, resume: str = "none", dry_run: bool = False):
         self.config = config
-        self.dataset = build_dataset(config.data)
-        # Every rank looks before rank 0 writes, behind the barrier below.
-        if (Path(config.train.run_dir) / "metrics.jsonl").exists() and not config.train.overwrite:
-            raise ConfigError(
-                f"train.run_dir={config.train.run_dir!r} already holds a run's metrics.jsonl; "
-                "choose another folder, or set train.overwrite=true to replace it"
-            )
+        train = config.train
+        check_installed(tensorboard=train.tensorboard, wandb=train.wandb)
+        self._check_evaluation()
+        self.tokenizer = build_tokenizer(config.data)
+        groups = max(1, int(os.environ.get("WORLD_SIZE", 1)) // max(1, config.upipe.sp_size))
+        self.data = build_data(config.data, self.tokenizer, rows=groups * train.micro_batch_size)
+        # Every rank looks before rank 0 writes, behind the barrier of fit().
+        self.checkpoint = checkpoint.find(resume, train.run_dir)
+        self._check_run_dir(resume)
+        self.cuda = torch.cuda.is_available()
+        self.ds_config = deepspeed_config(train, cuda=self.cuda)
+        partitioned = wants_zero_init(config.model, zero_stage=train.zero_stage, cuda=self.cuda)
         init_distributed()
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        self.cuda = torch.cuda.is_available()
-        self.ds_config = deepspeed_config(config.train, cuda=self.cuda)
-        self.model = build_model(config.model, seed=config.train.seed)
-        vocabulary, tokens = self.model.config.vocab_size, build_tokenizer(config.data).vocab_size
+        self.start = 0
+        if self.checkpoint is not None:
+            saved = checkpoint.read_state(self.checkpoint)
+            checkpoint.check_resumable(self.checkpoint, saved, self._state(0))
+            self.start = saved["step"]
+        if partitioned and not dry_run:
+            self.model = build_partitioned_model(config.model, self.ds_config, seed=train.seed)
+        else:
+            self.model = build_model(config.model, seed=train.seed, meta=dry_run)
+        vocabulary, tokens = self.model.config.vocab_size, self.tokenizer.vocab_size
         if vocabulary < tokens:
             raise ConfigError(f"the model's vocabulary of {vocabulary} is smaller than the tokenizer's {tokens}")
+        self._warn_of_length()
         self.parameters = count_parameters(self.model)
         self.handle = apply(self.model, config.upipe, ds_config=self.ds_config)
         self.batches = EpochBatches(
-            self.dataset,
-            batch_size=config.train.micro_batch_size,
-            batches=config.train.steps * config.train.accumulation,
+            self.data.train,
+            batch_size=train.micro_batch_size,
+            batches=max(0, train.steps - self.start) * train.accumulation,
             dp_size=self.handle.dp_size,
             dp_rank=self.handle.dp_rank,
-            seed=config.train.seed,
+            seed=train.seed,
+            start=self.start * train.accumulation,
         )
         self.engine: Any = None
 
@@ -180,25 +118,34 @@ class Trainer:
     def is_main(self) -> bool:
         return dist.get_rank() == 0
 
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of one optimizer step over all ranks, each counted once."""
+        train = self.config.train
+        return self.handle.dp_size * train.accumulation * train.micro_batch_size * self.config.data.tokens
+
     def describe(self) -> str:
-        """What the run is: model, data, parallelism and the DeepSpeed configuration, as text of several lines."""
-        model, data, train = self.model.config, self.config.data, self.config.train
+        """What the run is: model, data, parallelism, evaluation and checkpoints, as text of several lines."""
+        model, train = self.model.config, self.config.train
         heads = f"{model.num_attention_heads} query / {model.num_key_value_heads} kv heads"
-        window = self.handle.dp_size * train.accumulation * train.micro_batch_size
-        return "\n".join(
-            [
-                f"model   {type(self.model).__name__}, {self.parameters / 1e6:.2f} M parameters, "
-                f"{model.num_hidden_layers} layers, {heads}",
-                f"data    {len(self.dataset)} chunks of {data.tokens} tokens from {', '.join(data.paths)}",
-                f"ranks   {dist.get_world_size()} = sp {self.handle.sp_size} x dp {self.handle.dp_size}, "
-                f"on {self.handle.device.type}, {train.dtype}, ZeRO-{train.zero_stage}",
-                f"steps   {train.steps} of {window} x {data.tokens} tokens",
-                str(self.handle.report()),
-            ]
-        )
+        lines = [
+            f"model   {type(self.model).__name__}, {self.parameters / 1e6:.2f} M parameters, "
+            f"{model.num_hidden_layers} layers, {heads}",
+            f"data    {self.data.note}",
+            f"ranks   {dist.get_world_size()} = sp {self.handle.sp_size} x dp {self.handle.dp_size}, "
+            f"on {self.handle.device.type}, {train.dtype}, ZeRO-{train.zero_stage}",
+            f"steps   {train.steps} of {self.step_tokens} tokens; an epoch is {self.batches.per_epoch / train.accumulation:g}",
+        ]
+        if train.eval_every:
+            lines.append(f"eval    every {train.eval_every} steps on {self._evaluation_batches().rows} rows")
+        every = f"every {train.save_every} steps and at the end" if train.save_every else "only if told to end early"
+        lines.append(f"saves   {every}, to {Path(train.run_dir) / checkpoint.FOLDER}")
+        if self.checkpoint is not None:
+            lines.append(f"resume  from {self.checkpoint}, after {self.start} steps")
+        return "\n".join([*lines, str(self.handle.report())])
 
     def build_engine(self) -> None:
-        """Hand the model to DeepSpeed."""
+        """Hand the model to DeepSpeed, and put the checkpoint to resume from into it."""
         import deepspeed
 
         self.engine, *_ = deepspeed.initialize(
@@ -208,66 +155,101 @@ class Trainer:
             optimizer=build_optimizer(self.model, self.config.train, cuda=self.cuda),
             dist_init_required=False,
         )
+        if self.checkpoint is not None:
+            checkpoint.load(self.checkpoint, self.engine)
 
     def fit(self) -> list[float]:
-        """Train; returns the loss of every step (the mean over its tokens, over all ranks).
+        """Train; returns the loss of every step done here (the mean over its tokens, over all ranks).
 
-        Raises FloatingPointError, with the step, where the loss is not finite.
+        Raises FloatingPointError, with the step, where the loss is not finite, and Interrupted where SIGTERM or SIGUSR1
+        came: the step in hand is finished and a checkpoint written first.
         """
         train = self.config.train
         if self.engine is None:
             self.build_engine()
         metrics = self._open_run_dir()
-        tokens = self.handle.dp_size * train.accumulation * train.micro_batch_size * self.config.data.tokens
         interval = 0.5 if sys.stderr.isatty() else 10.0
-        bar = tqdm(total=train.steps, desc="train", unit="step", disable=not self.is_main, mininterval=interval)
+        bar = tqdm(
+            total=train.steps, initial=self.start, desc="train", unit="step", disable=not self.is_main, mininterval=interval
+        )
         losses: list[float] = []
         total, micro, started = 0.0, 0, time.perf_counter()
-        for batch in self.handle.shard(self.batches, accumulation=train.accumulation):
-            self._set_learning_rate(learning_rate(len(losses), train))
-            loss = self.handle.loss(self.engine, batch)
-            self.engine.backward(loss)
-            self.engine.step()
-            total, micro = total + float(loss.detach()) / train.accumulation, micro + 1
-            if micro < train.accumulation:
-                continue
-            now = time.perf_counter()
-            record = {
-                "step": len(losses),
-                "loss": total,
-                "learning_rate": learning_rate(len(losses), train),
-                "grad_norm": _as_float(self.engine.get_global_grad_norm()),
-                "tokens_per_s": tokens / (now - started),
-                "memory_gib": memory_gib(self.handle.device),
-                "time_s": now - started,
-            }
-            losses.append(total)
-            if metrics is not None:
-                metrics.write(json.dumps(record) + "\n")
-                metrics.flush()
-            bar.set_postfix_str(
-                f"loss {total:.4f}, {record['tokens_per_s']:,.0f} tokens/s, {record['memory_gib']:.2f} GiB",
-                refresh=False,
-            )
-            bar.update()
-            if not math.isfinite(total):
-                raise FloatingPointError(f"the loss of step {record['step']} is {total}; try a lower learning rate")
-            total, micro, started = 0.0, 0, time.perf_counter()
+        with _signals() as caught:
+            for batch in self.handle.shard(self.batches, accumulation=train.accumulation):
+                step = self.start + len(losses)
+                self._set_learning_rate(learning_rate(step, train))
+                loss = self.handle.loss(self.engine, batch)
+                self.engine.backward(loss)
+                self.engine.step()
+                total, micro = total + float(loss.detach()) / train.accumulation, micro + 1
+                if micro < train.accumulation:
+                    continue
+                spent = time.perf_counter() - started
+                record = {
+                    "step": step,
+                    "loss": total,
+                    "learning_rate": learning_rate(step, train),
+                    "grad_norm": _as_float(self.engine.get_global_grad_norm()),
+                    "tokens": (step + 1) * self.step_tokens,
+                    "tokens_per_s": self.step_tokens / spent,
+                    "memory_gib": memory_gib(self.handle.device),
+                    "time_s": spent,
+                }
+                losses.append(total)
+                finite = math.isfinite(total)
+                if finite and train.eval_every and (step + 1) % train.eval_every == 0:
+                    record["eval_loss"], record["eval_tokens"] = self.evaluate()
+                if metrics is not None:
+                    metrics.write(record)
+                bar.set_postfix_str(
+                    f"loss {total:.4f}, {record['tokens_per_s']:,.0f} tokens/s, {record['memory_gib']:.2f} GiB",
+                    refresh=False,
+                )
+                bar.update()
+                if not finite:
+                    raise FloatingPointError(f"the loss of step {step} is {total}; try a lower learning rate")
+                self._save_if_due(step + 1, self._agree(caught))
+                total, micro, started = 0.0, 0, time.perf_counter()
         bar.close()
         if metrics is not None:
             metrics.close()
         return losses
 
+    def evaluate(self) -> tuple[float, int]:
+        """The mean loss over the tokens of the evaluation data, and how many they are: the same at any number of ranks."""
+        if self.engine is None:
+            self.build_engine()
+        self.engine.eval()
+        total, tokens = 0.0, 0
+        with torch.no_grad():
+            for batch in self.handle.shard(self._evaluation_batches()):
+                valid = int(batch["num_valid"])
+                total += float(self.handle.loss(self.engine, batch)) * valid
+                tokens += valid
+        self.engine.train()
+        return total / max(1, tokens), tokens
+
+    def save(self, step: int) -> Path:
+        """Write the checkpoint of the state after `step` optimizer steps; collective."""
+        train = self.config.train
+        path = Path(train.run_dir) / checkpoint.FOLDER / f"step_{step}"
+        tokenizer = getattr(self.tokenizer, "hf", None)
+        checkpoint.save(path, self.engine, self._state(step), hf_config=self.model.config, tokenizer=tokenizer)
+        if self.is_main:
+            checkpoint.prune(train.run_dir, train.keep_last)
+        return path
+
     def check(self) -> CheckResult:
         """Compare the sharded model's loss and gradients, at its weights of now, with the plain model's.
 
-        The batch is the first chunks of the data: one accumulation window of every data-parallel rank. Uses up the
+        The batch is the first rows of the data: one accumulation window of every data-parallel rank. Uses up the
         engine's gradients: do not train on afterwards.
         """
         train = self.config.train
+        if self.engine is None:
+            self.build_engine()
         rows = self.handle.dp_size * train.accumulation * train.micro_batch_size
-        items = [self.dataset[i % len(self.dataset)] for i in range(rows)]
-        batch = {key: torch.stack([item[key] for item in items]) for key in items[0]}
+        batch = stack([self.data.train[i % len(self.data.train)] for i in range(rows)])
         return self_check(
             self.engine,
             self.handle,
@@ -280,20 +262,103 @@ class Trainer:
         """Take UPipe off the model and its groups down; the process group of the launch stays."""
         self.handle.remove()
 
+    def _check_run_dir(self, resume: str) -> None:
+        """Refuse to replace the records of a run that this one does not go on from."""
+        folder = Path(self.config.train.run_dir)
+        if self.config.train.overwrite or resume == "auto":
+            return
+        if self.checkpoint is not None and self.checkpoint.resolve().parent == (folder / checkpoint.FOLDER).resolve():
+            return
+        if (folder / METRICS).exists() or checkpoint.complete(folder):
+            what = METRICS if (folder / METRICS).exists() else "checkpoints"
+            raise ConfigError(
+                f"train.run_dir={str(folder)!r} already holds a run's {what}; go on with --resume auto, choose another folder, "
+                "or set train.overwrite=true to replace it"
+            )
+
+    def _check_evaluation(self) -> None:
+        if not self.config.train.eval_every:
+            return
+        if not self.config.data.has_eval:
+            raise ConfigError(
+                f"train.eval_every={self.config.train.eval_every} needs evaluation data: set data.eval_path, data.eval_split or "
+                "data.eval_fraction"
+            )
+        if not self.config.upipe.shard_eval:
+            raise ConfigError("upipe.shard_eval=false evaluates whole sequences on every rank; set it to true, or train.eval_every=0")
+
+    def _evaluation_batches(self) -> EvaluationBatches:
+        size = self.config.train.micro_batch_size
+        return EvaluationBatches(
+            self.data.evaluation,
+            rows=self.config.train.eval_batches * size,
+            batch_size=size,
+            dp_size=self.handle.dp_size,
+            dp_rank=self.handle.dp_rank,
+        )
+
+    def _warn_of_length(self) -> None:
+        longest, served = self.data.train.longest, longest_served(self.model.config)
+        if longest > served and self.is_main:
+            logger.warning(
+                "sequences of up to %d tokens are longer than the %d positions that the model is made for, without RoPE scaling "
+                "to that length: its loss will be high. Use data.tokens=%d or less, or stretch it, e.g. model.rope_scaling={rope_type: "
+                "yarn, factor: %.1f, original_max_position_embeddings: %d}",
+                longest, served, served, math.ceil(longest / served), served,
+            )  # fmt: skip
+
+    def _state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint says of the run after `step` steps, and what one to resume from is compared with."""
+        batch = step * self.config.train.accumulation
+        state = {"step": step, "batch": batch, "config": _plain(to_mapping(self.config)), "fingerprint": self.data.fingerprint}
+        if hasattr(self, "batches"):
+            state["epoch"], state["batch_in_epoch"] = divmod(batch, self.batches.per_epoch)
+        return state | {"world": dist.get_world_size()}
+
+    def _save_if_due(self, step: int, told: int) -> None:
+        """Checkpoint after `step` steps where it is time to, and end the run where signal number `told` (0: none) came."""
+        train = self.config.train
+        ending = told and step < train.steps
+        if ending or (train.save_every and (step % train.save_every == 0 or step == train.steps)):
+            path = self.save(step)
+            if ending:
+                raise Interrupted(f"ended by {signal.Signals(told).name} after step {step} of {train.steps}; go on from {path}")
+
+    def _agree(self, caught: list[int]) -> int:
+        """The number of the signal that any rank caught, on every rank; 0 for none."""
+        number = torch.tensor([caught[-1] if caught else 0], device=self.handle.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return int(number)
+
     def _set_learning_rate(self, value: float) -> None:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = value
 
-    def _open_run_dir(self) -> Any:
+    def _open_run_dir(self) -> Metrics | None:
         """Write what the run is, and open its metrics for writing; None on all ranks but the first."""
         dist.barrier()
         if not self.is_main:
             return None
-        folder = Path(self.config.train.run_dir)
+        train, folder = self.config.train, Path(self.config.train.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(yaml.safe_dump(_plain(to_mapping(self.config)), sort_keys=False))
+        checkpoint.remove_after(folder, self.start)
+        mapping = _plain(to_mapping(self.config))
+        (folder / "config.yaml").write_text(yaml.safe_dump(mapping, sort_keys=False))
         (folder / "deepspeed.json").write_text(json.dumps(self.ds_config, indent=2) + "\n")
-        return open(folder / "metrics.jsonl", "w", encoding="utf-8")
+        return Metrics(folder, start=self.start, tensorboard=train.tensorboard, wandb=train.wandb, config=mapping)
+
+
+@contextmanager
+def _signals():
+    """A list to which the numbers of SIGTERM and SIGUSR1 are added as they come, in place of their usual effect."""
+    caught: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, lambda got, _: caught.append(got)) for number in numbers]
+    try:
+        yield caught
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
 
 
 def _plain(value: Any) -> Any:

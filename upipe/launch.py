@@ -1,0 +1,100 @@
+"""Start the ranks of a run on this machine, or read what srun has started."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import torch
+
+from upipe.config import ConfigError
+
+GRACE_S = 15.0  # for the other ranks to end by themselves, once one has failed
+
+
+def launch(arguments: list[str], nproc: int) -> int:
+    """Run `upipe` with `arguments` as `nproc` ranks on this machine; returns the exit status of the first rank that
+    failed, or 0. SIGTERM and SIGUSR1 are passed on to the ranks. Raises ConfigError for an nproc below 1."""
+    if nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: must be at least 1")
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    if not torch.cuda.is_available():
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    environment |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1"}
+    environment["MASTER_PORT"] = str(_free_port())
+    command = [sys.executable, "-m", "upipe.cli", *arguments]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ranks: list[subprocess.Popen] = []
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, lambda got, _: _tell(ranks, got)) for number in numbers]
+    try:
+        for rank in range(nproc):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(command, env=environment | place, preexec_fn=_end_with_parent))
+        return _wait(ranks)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+        for process in ranks:
+            process.wait()
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
+def _wait(ranks: list[subprocess.Popen]) -> int:
+    """Until all have ended, or GRACE_S after one has failed."""
+    status, deadline = 0, None
+    while any(process.poll() is None for process in ranks):
+        failed = next((p.returncode for p in ranks if p.returncode), 0)
+        if failed and deadline is None:
+            status, deadline = failed, time.monotonic() + GRACE_S
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    status = status or next((p.returncode for p in ranks if p.returncode), 0)
+    return 128 - status if status < 0 else status
+
+
+def _tell(ranks: list[subprocess.Popen], number: int) -> None:
+    for process in ranks:
+        if process.poll() is None:
+            process.send_signal(number)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _end_with_parent() -> None:
+    """On Linux, have this process killed when the one that started it dies: ranks left over would go on writing."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def slurm_environment(environment) -> dict[str, str]:
+    """The launcher variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) of a process that srun started;
+    empty where another launcher has set RANK, or where this is no step of several tasks."""
+    tasks = environment.get("SLURM_STEP_NUM_TASKS")
+    if "RANK" in environment or tasks is None or int(tasks) < 2:
+        return {}
+    address = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    if not address:
+        raise ConfigError("under srun set MASTER_ADDR to the first node's address (SLURM_LAUNCH_NODE_IPADDR is unset)")
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "MASTER_ADDR": address,
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(environment["SLURM_JOB_ID"]) % 20000),
+    }
