@@ -88,6 +88,39 @@ def test_zoo_sample(worlds, case):
     worlds(4).run(check, **case)
 
 
+def row_of(documents, seed=5):
+    """One row of documents of these lengths, one after the other, positions restarting."""
+    g = torch.Generator().manual_seed(seed)
+    positions = torch.cat([torch.arange(n) for n in documents])[None]
+    ids = torch.randint(3, VOCAB, positions.shape, generator=g)
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+
+def check_row(model, heads, sp, documents, zero=0):
+    data = [[row_of(documents, seed=5 + dp)] for dp in range(dist.get_world_size() // sp)]
+    plain = plain_step(zoo_model(model, *heads, dtype=torch.float64), data)
+    plain.grads = {n: g.float() for n, g in plain.grads.items()}
+    with sharded(zoo_model(model, *heads), sp, stage=zero) as (handle, engine):
+        assert_equal_to_plain(handle, engine, plain, data, 1e-5, logits=False)
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("model", ["llama-biased", "mistral"])
+def test_T18_packed_documents_that_divide_by_nothing(worlds, model, sp):
+    worlds(4).run(check_row, model=model, heads=(4, 2), sp=sp, documents=(137, 2041, 89))
+
+
+@pytest.mark.parametrize("model,what", [("mistral", "window"), ("gemma2", "softcap and scale"), ("gemma3", "scale")])
+def test_T33_window_between_shard_and_sequence_softcap_and_scale(worlds, model, what):
+    # Windows of 5 or 6 tokens over shards of 4: longer than a shard, shorter than the sequence of 16.
+    worlds(4).run(check_row, model=model, heads=(4, 2), sp=4, documents=(16,))
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+def test_T34_attention_sinks_go_with_their_heads(worlds, sp):
+    worlds(4).run(check_row, model="gpt_oss", heads=(6, 2), sp=sp, documents=(11, 8))
+
+
 def test_every_served_architecture_is_here():
     assert {a.prefix for a in models.ARCHITECTURES} <= {prefix for prefix, _ in ZOO.values()} | {"Qwen2", "Qwen3"}
 

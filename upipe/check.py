@@ -1,4 +1,4 @@
-"""The self-check: on one batch, the sharded model's loss and every gradient against the plain, unsharded model's.
+"""The self-check: the sharded model's loss and every gradient against the plain, unsharded model's.
 
 The plain model is built anew on the first rank with the weights gathered from the engine, and is Hugging Face's own
 forward with `labels` on the whole batch. Errors are relative: |a - b| / |b| in the 2-norm, in float64; where the
@@ -6,8 +6,10 @@ reference is zero the error is |a| and at most ABSOLUTE is allowed. No parameter
 
 In fp32 the loss must agree to LOSS and every gradient to GRADIENT. In bf16 there is no exact answer to agree with:
 the error of the plain bf16 model against the plain fp32 model with the same (bf16-rounded) weights is the measure, and
-the sharded model's error against that same fp32 model may be RATIO times it, gradient by gradient. The loss, a single
-number whose own error may be zero by luck, passes up to LOSS_FLOOR too.
+the sharded model's error against that same fp32 model may be RATIO times it, gradient by gradient. On one batch that
+ratio is half luck, for a plain model with another attention kernel too, so errors are pooled, root of the sum of
+squares, over several batches. The loss, a single number whose own error may be zero by luck, passes up to
+LOSS_FLOOR too.
 """
 
 from __future__ import annotations
@@ -31,13 +33,15 @@ LOSS_FLOOR = 1e-3
 @dataclass
 class CheckResult:
     """What the check found; the same on every rank. Errors are relative to the plain fp32 model. `plain` holds the
-    errors of the plain bf16 model, and is empty in fp32. "loss" in `errors` and `plain` is the loss."""
+    errors of the plain bf16 model, and is empty in fp32. "loss" in `errors` and `plain` is the loss; with several batches
+    `loss` and `reference_loss` are their means, and errors are pooled."""
 
     dtype: str
     loss: float
     reference_loss: float
     errors: dict[str, float]
     plain: dict[str, float] = field(default_factory=dict)
+    batches: int = 1
 
     def allowed(self, name: str) -> float:
         """The greatest error of the gradient `name`, or of the "loss", that passes."""
@@ -64,7 +68,8 @@ class CheckResult:
     def __str__(self) -> str:
         worst = self.worst
         lines = [
-            f"self-check in {self.dtype}: UPipe under DeepSpeed against the unsharded model, one batch",
+            f"self-check in {self.dtype}: UPipe under DeepSpeed against the unsharded model, "
+            + ("one batch" if self.batches == 1 else f"errors over {self.batches} batches"),
             f"  loss      UPipe {self.loss:.7f}   unsharded {self.reference_loss:.7f}   "
             f"relative error {self.errors['loss']:.2e} (allowed {self.allowed('loss'):.2e})",
             f"  gradients worst of {len(self.errors) - 1}: {worst}   "
@@ -85,7 +90,7 @@ def self_check(
     engine: Any,
     handle: Any,
     build_reference: Callable[[], nn.Module],
-    batch: dict[str, Tensor],
+    batches: list[dict[str, Tensor]],
     *,
     accumulation: int = 1,
 ) -> CheckResult:
@@ -93,12 +98,38 @@ def self_check(
 
     engine: the DeepSpeed engine of a model that UPipe is applied to, at an accumulation boundary.
     build_reference: builds the plain fp32 model in training mode; called on the first rank, its weights are replaced.
-    batch: the global batch of one accumulation window, [N, S] tensors on the CPU (input_ids and labels at least), where
-    N = dp_size * accumulation * B; the rows go to the data-parallel ranks in order, then to the micro-batches.
+    batches: global batches of one accumulation window each, [N, S] tensors on the CPU (input_ids and labels at least),
+    where N = dp_size * accumulation * B; the rows go to the data-parallel ranks in order, then to the micro-batches.
 
-    The engine's gradients are those of the check afterwards: it must not be stepped again.
+    The engine is stepped between batches with a learning rate of 0, which clears its gradients and leaves the weights; its
+    optimizer is of no use afterwards.
     Raises ValueError where N does not divide.
     """
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    weights, pools, pair = _full_weights(engine), (_Pool(), _Pool()), [0.0, 0.0]
+    dtype = "bf16" if engine.bfloat16_enabled() else "fp32"
+    for number, batch in enumerate(batches):
+        loss, gradients = _sharded_gradients(engine, handle, batch, accumulation, step=number + 1 < len(batches))
+        if dist.get_rank() != 0:
+            continue
+        reference_loss, reference = _plain_gradients(build_reference(), weights, batch, handle.device, torch.float32)
+        pools[0].add(loss, gradients, reference_loss, reference)
+        pair = [pair[0] + loss / len(batches), pair[1] + reference_loss / len(batches)]
+        if dtype == "bf16":
+            plain_loss, plain = _plain_gradients(build_reference(), weights, batch, handle.device, torch.bfloat16)
+            pools[1].add(plain_loss, plain, reference_loss, reference)
+    box = [None]
+    if dist.get_rank() == 0:
+        box = [CheckResult(dtype, *pair, pools[0].errors(), pools[1].errors(), len(batches))]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _sharded_gradients(
+    engine: Any, handle: Any, batch: dict[str, Tensor], accumulation: int, *, step: bool
+) -> tuple[float, dict[str, Tensor | None]]:
+    """Loss and full gradients of one accumulation window under the engine."""
     rows = batch["input_ids"].shape[0]
     if rows % (handle.dp_size * accumulation):
         raise ValueError(
@@ -106,49 +137,64 @@ def self_check(
             f"micro-batches; give a multiple of {handle.dp_size * accumulation}"
         )
     micro_batches = list(_micro_batches(batch, handle.dp_size, handle.dp_rank, accumulation))
-    loss = 0.0
+    loss, gradients = 0.0, {}
     for i, micro in enumerate(handle.shard(micro_batches, accumulation=accumulation)):
         value = handle.loss(engine, micro)
         engine.backward(value)
         loss += float(value.detach()) / accumulation
-        if i < accumulation - 1:
+        last = i == accumulation - 1
+        if last:
+            gradients = _full_gradients(engine)
+        if step or not last:
             engine.step()
-    gradients = _full_gradients(engine)
-    weights = _full_weights(engine)
-    result = None
-    if dist.get_rank() == 0:
-        dtype = "bf16" if next(iter(weights.values())).dtype == torch.bfloat16 else "fp32"
-        reference_loss, reference = _plain_gradients(build_reference(), weights, batch, handle.device, torch.float32)
-        result = CheckResult(dtype, loss, reference_loss, _errors(loss, gradients, reference_loss, reference))
-        if dtype == "bf16":
-            plain_loss, plain = _plain_gradients(build_reference(), weights, batch, handle.device, torch.bfloat16)
-            result.plain = _errors(plain_loss, plain, reference_loss, reference)
-    box = [result]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return loss, gradients
+
+
+class _Pool:
+    """Squares of errors and of references, summed over batches, by name."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = {}
+
+    def add(
+        self, loss: float, gradients: dict[str, Tensor | None], reference_loss: float, reference: dict[str, Tensor | None]
+    ) -> None:
+        if gradients.keys() != reference.keys():
+            raise ValueError(f"parameters differ: {sorted(gradients.keys() ^ reference.keys())}")
+        self._add("loss", (loss - reference_loss) ** 2, reference_loss**2)
+        for name in reference:
+            self._add(name, *_squares(gradients[name], reference[name]))
+
+    def _add(self, name: str, error: float, size: float) -> None:
+        have = self.sums.setdefault(name, [0.0, 0.0])
+        have[0] += error
+        have[1] += size
+
+    def errors(self) -> dict[str, float]:
+        """Relative errors; where the reference is zero in every batch: 0 up to ABSOLUTE in absolute terms, else infinite."""
+        return {
+            name: math.sqrt(error / size) if size > 0 else (0.0 if math.sqrt(error) <= ABSOLUTE else math.inf)
+            for name, (error, size) in self.sums.items()
+        }
+
+
+def _squares(value: Tensor | None, reference: Tensor | None) -> tuple[float, float]:
+    """|value - reference|^2 and |reference|^2 in float64. None counts as zero."""
+    if value is None and reference is None:
+        return 0.0, 0.0
+    value = torch.zeros_like(reference) if value is None else value
+    reference = torch.zeros_like(value) if reference is None else reference
+    if value.shape != reference.shape:
+        raise ValueError(f"shapes differ: {tuple(value.shape)} and {tuple(reference.shape)}")
+    return float((value.double() - reference.double()).square().sum()), float(reference.double().square().sum())
 
 
 def relative_error(value: Tensor | None, reference: Tensor | None) -> float:
     """|value - reference| / |reference| in float64. None counts as zero. Where the reference is zero: 0 up to ABSOLUTE
     in absolute terms, else infinite."""
-    if reference is None or not reference.any():
-        size = 0.0 if value is None else float(value.double().norm())
-        return 0.0 if size <= ABSOLUTE else math.inf
-    if value is None:
-        return 1.0
-    if value.shape != reference.shape:
-        raise ValueError(f"shapes differ: {tuple(value.shape)} and {tuple(reference.shape)}")
-    b = reference.double()
-    return float((value.double() - b).norm() / b.norm())
-
-
-def _errors(
-    loss: float, gradients: dict[str, Tensor | None], reference_loss: float, reference: dict[str, Tensor | None]
-) -> dict[str, float]:
-    if gradients.keys() != reference.keys():
-        raise ValueError(f"parameters differ: {sorted(gradients.keys() ^ reference.keys())}")
-    errors = {"loss": abs(loss - reference_loss) / abs(reference_loss)}
-    return errors | {name: relative_error(gradients[name], reference[name]) for name in reference}
+    pool = _Pool()
+    pool._add("x", *_squares(value, reference))
+    return pool.errors()["x"]
 
 
 def _micro_batches(
