@@ -1,12 +1,13 @@
 """The configuration loader: composition, overrides, and refusals that name key, value and what would work."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import yaml
 
-from upipe.config import ConfigError, File, Length, from_mapping, load, parse_length, to_mapping
+from upipe.config import ConfigError, File, FileOrName, Length, from_mapping, load, parse_length, to_mapping
 from upipe.trainer import RunConfig
 
 
@@ -16,6 +17,7 @@ class Inner:
     path: File | list[File] | None = None
     mode: Literal["causal", "full"] = "causal"
     pair: tuple[float, float] = (0.0, 1.0)
+    source: FileOrName = "here"
 
 
 @dataclass
@@ -28,6 +30,16 @@ class Outer:
     def __post_init__(self):
         if self.rate < 0 and not self.on:
             raise ValueError(f"rate={self.rate}: must not be negative unless on")
+
+
+def test_names_that_are_files_become_paths(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (path.parent / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    path.write_text("name: a\ninner: {source: here}\n")
+    assert load(Outer, path).inner.source == str(path.parent / "here")
+    assert load(Outer, path, ["inner.source=there"]).inner.source == str(tmp_path / "there")
+    assert load(Outer, path, ["inner.source=owner/name"]).inner.source == "owner/name"
 
 
 @pytest.fixture
@@ -113,6 +125,11 @@ def test_refused_files(tmp_path):
     [
         ({}, "missing: hidden_size"),
         ({"pretrained": "p", "layers": 3}, "brings its own shape; leave out layers"),
+        ({"pretrained": "p", "preset": "qwen3-8b"}, "brings its own shape; leave out preset"),
+        ({"pretrained": "p", "zero_init": "always"}, "use auto or never"),
+        ({"preset": "qwen3-8b", "heads": 3}, "brings its own shape but for layers; leave out heads"),
+        ({"preset": "qwen3-8b", "layers": 37}, "preset='qwen3-8b' has 36"),
+        ({"preset": "qwen3-9b"}, "did you mean 'qwen3-8b'"),
         ({"gguf_file": "g"}, "needs pretrained"),
         (dict(hidden_size=8, layers=1, heads=4, kv_heads=3, intermediate_size=8, vocab_size=9), "kv_heads=3"),
         (dict(hidden_size=9, layers=1, heads=4, kv_heads=2, intermediate_size=8, vocab_size=9), "give head_dim"),
@@ -127,7 +144,7 @@ def test_the_shipped_configurations_load(repository_configs):
     assert repository_configs
     for file in repository_configs:
         config = load(RunConfig, file)
-        assert all(path.endswith(".txt") for path in config.data.paths)
+        assert all(path.endswith(".txt") and Path(path).is_file() for path in config.data.paths)
 
 
 @pytest.fixture

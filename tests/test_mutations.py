@@ -1,0 +1,58 @@
+"""The suite notices faults: each of these changes to the source must make named tests fail."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# name -> (module, what stands there, what to put there, tests that must fail)
+MUTATIONS = {
+    "schedule: a call's kv head is always the stage's first": (
+        "schedule.py", "KernelCall(first, count, kv, 1, arrival[kv])", "KernelCall(first, count, q[0] // g, 1, arrival[kv])",
+        ["tests/test_schedule.py"]),
+    "rotation turns the other way": (
+        "rotary.py", "first, second = a * ca - b * sa, b * cb + a * sb", "first, second = a * ca + b * sa, b * cb - a * sb",
+        ["tests/test_rotary.py"]),
+    "rotation's backward turns forwards": (
+        "rotary.py", "first, second = a * ca + b * sb, b * cb - a * sa", "first, second = a * ca - b * sb, b * cb + a * sa",
+        ["tests/test_rotary.py"]),
+    "kv gradient: the last group of query heads wins": (
+        "block.py", "sums[kv] = have_k.to(wide).add_(dk), have_v.to(wide).add_(dv)", "sums[kv] = dk, dv",
+        ["tests/test_block.py"]),
+    "kv gradient: the last replica wins": (
+        "block.py", "replicas[name][kv] += got[:, i]", "replicas[name][kv] = got[:, i].to(self.wide)",
+        ["tests/test_block.py"]),
+    "loss: only the first data-parallel group's tokens count": (
+        "loader.py", "return sum(team[0][2] for team in teams)", "return teams[0][0][2]",
+        ["tests/test_loader.py"]),
+    "packed rows: no document ends": (
+        "apply.py", "begins = position_ids[:, 1:] != position_ids[:, :-1] + 1", "begins = position_ids[:, 1:] < 0",
+        ["tests/test_exactness_grid.py", "-k", "packed and not slow"]),
+    "window one token too long": (
+        "kernels.py", "(keys > rows) | (keys <= rows - window)", "(keys > rows) | (keys < rows - window)",
+        ["tests/test_zoo.py", "-k", "T33"]),
+    "sinks: their gradient has the wrong sign": (
+        "block.py", "total[heads] -= (share * rows).sum((0, 2))", "total[heads] += (share * rows).sum((0, 2))",
+        ["tests/test_zoo.py", "-k", "T34"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_noticed(tmp_path, name):
+    module, before, after, tests = MUTATIONS[name]
+    for folder in ("upipe", "tests", "experiments"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    path = tmp_path / "upipe" / module
+    source = path.read_text()
+    assert source.count(before) == 1, f"{module} no longer has this line once: {before}"
+    path.write_text(source.replace(before, after))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], cwd=tmp_path,
+                          env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1 and " failed" in done.stdout, f"not noticed (exit {done.returncode}):\n{done.stdout[-2000:]}"
