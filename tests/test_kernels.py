@@ -127,3 +127,25 @@ def test_unknown_kernel_is_refused_with_the_known_ones():
 def test_gpu_kernels_are_refused_on_a_cpu_with_what_works(name):
     with pytest.raises(ValueError, match=f"{name}.*float32.*head_dim 8.*cpu.*flash, reference"):
         kernel_of(name, torch.zeros(1, 4, 1, 8))
+
+
+@pytest.mark.parametrize("S,window,softcap,offsets", [
+    (1300, 600, None, None), (1100, 1, None, None), (900, 5000, 3.0, None), (700, None, 2.0, None),
+    (1200, 130, 4.0, ((0, 513, 1025, 1200),)),
+])
+def test_windows_and_softcap(S, window, softcap, offsets):
+    """Across the borders of the reference kernel's chunks of 512 queries."""
+    q, k, v, grad = inputs(1, S, 4, 2, 8, torch.float64)
+    wide = [t.clone().requires_grad_() for t in (q, k, v)]
+    want, want_lse = reference.attention(*wide, 0.5, offsets, window, softcap)
+    want.backward(grad)
+    kernel = kernels.select("auto", kernels.Case.of(q, window=window is not None, softcap=softcap is not None))
+    assert kernel.name == "reference"
+    out, lse = kernel.forward(q, k, v, 0.5, offsets, window, softcap)
+    assert_close("out", out, want, 1e-11)
+    assert_close("log-sum-exp", lse, want_lse, 1e-11)
+    for which, got, t in zip("qkv", kernel.backward(grad, q, k, v, out, lse, 0.5, offsets, window, softcap), wide):
+        if float(t.grad.norm()) > 1e-9:
+            assert_close(f"gradient of {which}", got, t.grad, 1e-10)
+        else:
+            assert float(got.abs().max()) < 1e-9

@@ -8,12 +8,17 @@ from __future__ import annotations
 import torch
 
 
-def document_mask(tokens: int, offsets: tuple[tuple[int, ...], ...] | None, batch: int) -> torch.Tensor:
+def document_mask(
+    tokens: int, offsets: tuple[tuple[int, ...], ...] | None, batch: int, window: int | None = None
+) -> torch.Tensor:
     """[B, 1, S, S] bool, true where a query (row) may see a key (column): causal, inside one document.
 
     offsets: for each batch row the document starts and the end, (0, s1, ..., S); None: one document a row.
+    window: a query sees itself and the window - 1 keys before it; None: all before it.
     """
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    if window is not None:
+        causal &= torch.ones(tokens, tokens, dtype=torch.bool).triu(1 - window)
     if offsets is None:
         return causal.expand(batch, 1, tokens, tokens)
     document = torch.zeros(batch, tokens, dtype=torch.long)
@@ -29,13 +34,20 @@ def attention(
     v: torch.Tensor,
     scale: float,
     offsets: tuple[tuple[int, ...], ...] | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal softmax attention. q: [B, S, H, d], k, v: [B, S, K, d] -> out [B, S, H, d], log-sum-exp [B, H, S]."""
+    """Causal softmax attention. q: [B, S, H, d], k, v: [B, S, K, d] -> out [B, S, H, d], log-sum-exp [B, H, S].
+
+    softcap c: scores become c*tanh(scores/c).
+    """
     B, S, H, _ = q.shape
     g = H // k.shape[2]
     k, v = k.repeat_interleave(g, dim=2), v.repeat_interleave(g, dim=2)
     scores = torch.einsum("bshd,bthd->bhst", q, k) * scale
-    scores = scores.masked_fill(~document_mask(S, offsets, B).to(scores.device), float("-inf"))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~document_mask(S, offsets, B, window).to(scores.device), float("-inf"))
     return torch.einsum("bhst,bthd->bshd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
