@@ -8,7 +8,6 @@ import torch
 from tests.plain import tiny_model
 
 
-
 def _cast_model(how):
     import deepspeed
 
@@ -19,7 +18,8 @@ def _cast_model(how):
     handle = upipe.apply(model, upipe.UPipeConfig(sp_size=1))
     engine = model
     if how == "deepspeed":
-        config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 0.0, "data_types": {"buffer_dtype": "bf16"},
+        config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 0.0,
+                  "data_types": {"buffer_dtype": "bf16"},
                   "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
         engine, *_ = deepspeed.initialize(model=model, config=config, mpu=handle.mpu,
                                           optimizer=torch.optim.SGD(model.parameters(), lr=0.1))

@@ -127,6 +127,7 @@ def _handed_over(heads, kv_heads, width, batch_first, seed=0):
 
 
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch-first", "tokens-first"])
-@pytest.mark.parametrize("ranks,heads,kv_heads,width", [(2, 8, 2, 4), (4, 6, 2, None), (4, 7, 7, 8), (4, 5, 5, None), (4, 3, 3, 4), (1, 4, 2, 2)])
+@pytest.mark.parametrize("ranks,heads,kv_heads,width", [
+    (2, 8, 2, 4), (4, 6, 2, None), (4, 7, 7, 8), (4, 5, 5, None), (4, 3, 3, 4), (1, 4, 2, 2)])
 def test_q_k_v_handed_over(worlds, ranks, heads, kv_heads, width, batch_first):
     worlds(ranks).run(_handed_over, heads=heads, kv_heads=kv_heads, width=width, batch_first=batch_first)

@@ -76,7 +76,7 @@ class Sharding:
 
     def kernel(self, case: kernels.Case) -> kernels.Kernel:
         if case not in self.kernels:
-            self.kernels[case] = kernels.select(self.config.kernel, case)
+            self.kernels[case] = preflight.check_kernel(self.config.kernel, case)
             if dist.get_rank() == 0:
                 logger.info("attention kernel: %s (%s)", self.kernels[case].name, case)
         return self.kernels[case]
@@ -337,7 +337,8 @@ class Handle:
         live = preflight.live_layers(ds_config, self._layer_numel)
         if live is None:
             return
-        note = f"ZeRO-3 may keep {live:.1f} of {self._layers} layers gathered (stage3_max_live_parameters over {self._layer_numel} a layer)"
+        kept = f"{live:.1f}" if live < self._layers else "all"
+        note = f"ZeRO-3 may keep {kept} of {self._layers} layers gathered (stage3_max_live_parameters over {self._layer_numel} a layer)"
         if note in self._notes:
             return
         self._notes.append(note)
@@ -347,7 +348,8 @@ class Handle:
     def report(self) -> str:
         """What was patched, the head schedule, the kernels that ran."""
         lines = [
-            f"UPipe on {type(self.model).__name__}: {self._layers} attention layers, sequence parallel {self.sp_size} x data parallel {self.dp_size}",
+            f"UPipe on {type(self.model).__name__}: {self._layers} attention layers, "
+            f"sequence parallel {self.sp_size} x data parallel {self.dp_size}",
             *(schedule.describe() for schedule in self._sharding.schedules.values()),
             *(f"attention kernel: {name} ({case})" for case, name in self.kernels.items()),
             *self._notes,
@@ -362,7 +364,9 @@ class Handle:
         """
         for module in self._patched:
             if "_upipe" not in vars(type(module)):
-                raise PreflightError(f"{type(module).__name__} was subclassed after UPipe was put on: undo that first (fully_shard cannot be)")
+                raise PreflightError(
+                    f"{type(module).__name__} was subclassed after UPipe was put on: undo that first (fully_shard cannot be)"
+                )
         for module in self._patched:
             module.__class__ = type(module).__mro__[1]
         self._patched = []

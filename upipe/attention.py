@@ -152,7 +152,9 @@ class UPipeDistributedAttention(DistributedAttention):
         if sp_stream is not None:
             raise PreflightError("sp_stream is not served: leave it None")
         if scatter_idx != 2 or gather_idx not in (0, 1):
-            raise PreflightError(f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: heads are scattered (2) and tokens gathered (0 or 1)")
+            raise PreflightError(
+                f"scatter_idx={scatter_idx}, gather_idx={gather_idx}: heads are scattered (2) and tokens gathered (0 or 1)"
+            )
         super().__init__(local_attention, sequence_process_group, scatter_idx, gather_idx, None, num_kv_heads)
         self.heads_per_stage = heads_per_stage
 

@@ -358,9 +358,9 @@ class _Run:
             self._return_kv(row, sums, dk, dv, replicas)
             self.release(stage, resident)
         self._finish_kv(dk, dv, replicas, norm_grads)
-        for norm, part, weight, bias, name in ((self.q_norm, dq, self.wq, w.bq, "q_norm"), (self.k_norm, dk, self.wk, w.bk, "k_norm")):
-            if isinstance(norm, FullNorm):
-                norm.finish(part, lambda heads: self.project(heads, weight, bias), norm_grads.get(name))
+        if isinstance(self.q_norm, FullNorm):
+            self.q_norm.finish(dq, lambda heads: self.project(heads, self.wq, w.bq), norm_grads.get("q_norm"))
+            self.k_norm.finish(dk, lambda heads: self.project(heads, self.wk, w.bk), norm_grads.get("k_norm"))
 
         flat = joint.view(self.N, -1)
         spans = {"q": slice(0, H * d), "k": slice(H * d, (H + K) * d), "v": slice((H + K) * d, (H + 2 * K) * d)}

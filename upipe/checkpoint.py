@@ -61,7 +61,7 @@ def find(resume: str, run_dir: str | Path) -> Path | None:
         return path
     if complete(path):
         return complete(path)[-1]
-    if (path / STATE).exists() or path.name.startswith("step_"):
+    if path.is_dir() and path.name.startswith("step_"):
         raise ConfigError(f"checkpoint {resume} is incomplete (it has no {DONE} file); use another, or --resume auto")
     raise ConfigError(f"there is no complete checkpoint at {resume}: give one, its run's folder, or auto or none")
 

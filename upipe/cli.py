@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
 import time
@@ -57,6 +58,19 @@ def main(argv: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def command() -> None:
+    """`main` as a process: exits with its status.
+
+    It leaves after the exit functions but without taking the interpreter down: threads of process groups that DeepSpeed
+    keeps past `destroy_process_group` may reach for it meanwhile, which now and then aborts a run that is done (status 134).
+    """
+    status = main()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="upipe",
@@ -64,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    # The deepspeed launcher puts it before the command.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", required=True, metavar="{train,demo,export,models}")
 
     train = commands.add_parser(
@@ -100,7 +116,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--dry-run", action="store_true", help="check everything and print the plan, with shapes in place of weights"
         )
-        command.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     train.add_argument(
         "--check", action="store_true", help="end by comparing loss and every gradient with the unsharded model"
     )
@@ -209,4 +224,4 @@ def _summary(trainer: Trainer, losses: list[float], seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,12 @@ class Metrics:
         if wandb is not None:
             import wandb as client
 
-            name = folder.resolve().name
-            self._run = client.init(project=wandb, name=name, id=name, resume="allow", dir=str(folder), config=config)
+            named = folder / "wandb_id.txt"
+            if not (start and named.exists()):
+                named.write_text(uuid.uuid4().hex)
+            self._run = client.init(
+                project=wandb, name=folder.resolve().name, id=named.read_text(), resume="allow", dir=str(folder), config=config
+            )
 
     def write(self, record: dict[str, Any]) -> None:
         """One step's record: "step", and numbers or None by name."""

@@ -125,7 +125,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
     Architecture("olmo2", "Olmo2", "olmo2", norm_width="full", served_as="q/k norm over all heads together"),
     Architecture("phi3", "Phi3", "phi3", fused=True, window_in_config=True, served_as="fused projection, partial rotation, sliding window"),
-    Architecture("gpt_oss", "GptOss", "gpt_oss", sinks=True, half_angles=True, served_as="attention sinks, alternating windows, mixture of experts"),
+    Architecture(
+        "gpt_oss", "GptOss", "gpt_oss", sinks=True, half_angles=True,
+        served_as="attention sinks, alternating windows, mixture of experts",
+    ),
 )
 
 

@@ -62,6 +62,8 @@ class TrainConfig:
         for name in (*not_negative, "eval_every", "eval_batches", "save_every", "keep_last"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+        if self.zero_stage == 0 and self.dtype == "bf16" and self.gradient_dtype == "fp32":
+            raise ValueError("zero_stage=0, dtype=bf16: DeepSpeed has no fp32 gradients then; use zero_stage=1, or gradient_dtype=bf16")
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -39,6 +39,14 @@ def check_kernel_name(name: str) -> None:
         raise PreflightError(f"kernel={name!r} is unknown: use auto, {', '.join(kernels.names())}")
 
 
+def check_kernel(name: str, case: kernels.Case) -> kernels.Kernel:
+    """The kernel to run a case with; see `kernels.select`."""
+    try:
+        return kernels.select(name, case)
+    except ValueError as error:
+        raise PreflightError(str(error)) from None
+
+
 def check_config(config) -> None:
     """A Hugging Face config, before or after the model exists.
 

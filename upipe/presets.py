@@ -8,7 +8,10 @@ Each is the Hugging Face configuration that its authors published, special token
 | qwen3-4b | Qwen3-4B, tied embeddings | 4 022 468 096 |
 | qwen3-8b | Qwen3-8B | 8 190 735 360 |
 | qwen3-32b | Qwen3-32B | 32 762 123 264 |
-| qwen3-32b-paper | "Qwen3-32B" as the UPipe paper (arXiv 2602.21196) measured it: Qwen3-32B's widths, but no q/k norm, so Llama's architecture, with Llama 3.1's vocabulary and RoPE | 32 519 623 680 |
+| qwen3-32b-paper | "Qwen3-32B" as the UPipe paper (arXiv 2602.21196) measured it | 32 519 623 680 |
+
+The paper's has Qwen3-32B's widths but no q/k norm, so it is of Llama's architecture, with Llama's vocabulary. What the
+paper does not say of it, RoPE and the norms' epsilon, is Llama 3.1's here.
 """
 
 from __future__ import annotations
