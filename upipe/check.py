@@ -109,15 +109,19 @@ def self_check(
         group["lr"] = 0.0
     weights, pools, pair = _full_weights(engine), (_Pool(), _Pool()), [0.0, 0.0]
     dtype = "bf16" if engine.bfloat16_enabled() else "fp32"
+    models: dict[torch.dtype, nn.Module] = {}
+    if dist.get_rank() == 0:
+        wanted = (torch.float32, torch.bfloat16) if dtype == "bf16" else (torch.float32,)
+        models = {kind: _plain_model(build_reference(), weights, handle.device, kind) for kind in wanted}
     for number, batch in enumerate(batches):
         loss, gradients = _sharded_gradients(engine, handle, batch, accumulation, step=number + 1 < len(batches))
         if dist.get_rank() != 0:
             continue
-        reference_loss, reference = _plain_gradients(build_reference(), weights, batch, handle.device, torch.float32)
+        reference_loss, reference = _plain_gradients(models[torch.float32], batch, handle.device)
         pools[0].add(loss, gradients, reference_loss, reference)
         pair = [pair[0] + loss / len(batches), pair[1] + reference_loss / len(batches)]
         if dtype == "bf16":
-            plain_loss, plain = _plain_gradients(build_reference(), weights, batch, handle.device, torch.bfloat16)
+            plain_loss, plain = _plain_gradients(models[torch.bfloat16], batch, handle.device)
             pools[1].add(plain_loss, plain, reference_loss, reference)
     box = [None]
     if dist.get_rank() == 0:
@@ -186,7 +190,8 @@ def _squares(value: Tensor | None, reference: Tensor | None) -> tuple[float, flo
     reference = torch.zeros_like(value) if reference is None else reference
     if value.shape != reference.shape:
         raise ValueError(f"shapes differ: {tuple(value.shape)} and {tuple(reference.shape)}")
-    return float((value.double() - reference.double()).square().sum()), float(reference.double().square().sum())
+    value, reference = value.to(reference.device).double(), reference.double()
+    return float((value - reference).square().sum()), float(reference.square().sum())
 
 
 def relative_error(value: Tensor | None, reference: Tensor | None) -> float:
@@ -231,17 +236,22 @@ def _full_weights(engine: Any) -> dict[str, Tensor]:
     return weights
 
 
-def _plain_gradients(
-    model: nn.Module, weights: dict[str, Tensor], batch: dict[str, Tensor], device: torch.device, dtype: torch.dtype
-) -> tuple[float, dict[str, Tensor | None]]:
-    """Loss and gradients of the plain model with `weights` in `dtype`; buffers (rotary frequencies) stay float32."""
+def _plain_model(model: nn.Module, weights: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The plain model with `weights` in `dtype`; buffers (rotary frequencies) stay float32."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.data = weights[name].to(device=device, dtype=dtype)
-    model.to(device)
+    return model.to(device)
+
+
+def _plain_gradients(
+    model: nn.Module, batch: dict[str, Tensor], device: torch.device
+) -> tuple[float, dict[str, Tensor | None]]:
+    """Loss and gradients of a plain model; they stay on its device, and the model keeps none."""
     output = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False)
     output.loss.backward()
-    gradients = {n: None if p.grad is None else p.grad.detach().cpu() for n, p in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
     return float(output.loss.detach()), gradients
 
 
