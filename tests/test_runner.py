@@ -357,4 +357,8 @@ def test_interrupted_runner_ends_its_point(tmp_path):
         time.sleep(0.05)
     runner.send_signal(signal.SIGTERM)
     assert runner.wait(timeout=30) == 130
+    # A launcher that was just being started notices by itself that its runner is gone.
+    deadline = time.monotonic() + 20
+    while processes_naming(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert processes_naming(str(tmp_path)) == [] and results(tmp_path) == []
