@@ -82,12 +82,15 @@ class Sharding:
         return self.kernels[case]
 
     def offsets(self, position_ids: torch.Tensor | None, batch: int) -> Offsets | None:
-        """Document boundaries of the whole sequence, from every rank's [B or 1, L] positions; once a tensor."""
+        """Document boundaries of the whole sequence, from every rank's [B or 1, L] positions; once for each tensor and
+        each change to it in place."""
         if position_ids is None:
             return None
-        if position_ids not in self._offsets:
-            self._offsets[position_ids] = (document_offsets(self._gather(position_ids)),)
-        (offsets,) = self._offsets[position_ids]
+        version = None if position_ids.is_inference() else position_ids._version
+        known = self._offsets.get(position_ids)
+        if known is None or known[0] != version:
+            known = self._offsets[position_ids] = (version, document_offsets(self._gather(position_ids)))
+        offsets = known[1]
         return offsets * batch if offsets is not None and len(offsets) == 1 and batch > 1 else offsets
 
     def keep_frequencies(self, rotary: nn.Module) -> None:
