@@ -1,5 +1,8 @@
 """What a handle keeps between steps does not go stale."""
 
+import copy
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -34,3 +37,77 @@ def _positions_changed_in_place():
 
 def test_a_buffer_of_positions_may_be_reused(worlds):
     assert all(worlds(2).run(_positions_changed_in_place))
+
+
+def _one_batch(handle):
+    ids = torch.arange(12)[None] % 50
+    (batch,) = handle.shard([{"input_ids": ids, "labels": ids}])
+    return batch
+
+
+def _loss_of_what_is_not_sharded_here():
+    import upipe
+    from upipe import PreflightError, UPipeConfig
+
+    model, other = tiny_model("llama", 4, 2), tiny_model("llama", 4, 2)
+    handle = upipe.apply(model, UPipeConfig(sp_size=2))
+    batch = _one_batch(handle)
+    with pytest.raises(PreflightError, match="another model"):
+        handle.loss(other, batch)
+    twin = copy.deepcopy(model)
+    handle.remove()
+    with pytest.raises(PreflightError, match="handle was removed"):
+        handle.loss(model, batch)
+    with pytest.raises(PreflightError, match="handle was removed"):
+        handle.shard([])
+    with pytest.raises(PreflightError, match="copy of a model"):
+        twin(input_ids=batch["input_ids"])
+    again = upipe.apply(twin, UPipeConfig(sp_size=1))
+    with pytest.raises(PreflightError, match="sharded for sp_size=2, this handle has 1"):
+        again.loss(twin, batch)
+    again.remove()
+    assert type(twin) is type(model) and type(twin.model) is type(other.model)
+
+    handle = upipe.apply(model, UPipeConfig(sp_size=2, shard_eval=False))
+    batch = _one_batch(handle)
+    model.eval()
+    with pytest.raises(PreflightError, match="eval mode and shard_eval=False"):
+        handle.loss(model, batch)
+    model.train()
+    model.model.layers[0].eval()
+    with pytest.raises(PreflightError, match="1 attention layers are in eval mode"):
+        handle.loss(model, batch)
+    handle.remove()
+
+
+def test_a_loss_that_would_not_be_the_sharded_model_s_is_refused(worlds):
+    worlds(2).run(_loss_of_what_is_not_sharded_here)
+
+
+def _what_apply_would_ignore():
+    import upipe
+    from upipe import PreflightError, UPipeConfig
+
+    for arguments, says in (((tiny_model("llama", 4, 2), 2), "UPipeConfig"), (("gpt2",), "a str")):
+        with pytest.raises(PreflightError, match=says):
+            upipe.apply(*arguments)
+    model = tiny_model("llama", 4, 2)
+    model.model.layers[1].self_attn.q_proj.register_forward_hook(lambda module, args, out: 2 * out)
+    with pytest.raises(PreflightError, match="layers.1.self_attn.q_proj has forward hooks"):
+        upipe.apply(model, UPipeConfig())
+    with pytest.raises(PreflightError, match="fa4.*cannot run"):
+        upipe.apply(tiny_model("llama", 4, 2), UPipeConfig(kernel="fa4"))
+    model = tiny_model("llama", 4, 2)
+    handle = upipe.apply(model, UPipeConfig())
+    ids = torch.arange(6)[None]
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PreflightError, match="autocast"):
+        model(input_ids=ids)
+    hidden = model(input_ids=ids, output_hidden_states=True).hidden_states
+    handle.remove()
+    plain = model(input_ids=ids, output_hidden_states=True).hidden_states
+    assert len(hidden) == len(plain) == 3
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(hidden, plain))
+
+
+def test_nothing_is_ignored_silently(worlds):
+    worlds(1).run(_what_apply_would_ignore)

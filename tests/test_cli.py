@@ -223,7 +223,7 @@ def test_training_goes_on_from_a_pretrained_folder(worlds, tmp_path):
         (["--nproc", "0"], "--nproc 0"),
         (["model.vocab_size=null"], "missing: vocab_size"),
         (["train.zero_stage=0", "train.dtype=bf16"], "use zero_stage=1, or gradient_dtype=bf16"),
-        (["train.keep_last=-1"], "keep_last=-1: must not be negative"),
+        (["train.keep_last=-1"], "keep_last=-1: must be a finite number, not negative"),
     ],
 )
 def test_refusals_come_before_any_process_starts(config, capsys, arguments, message):

@@ -124,10 +124,21 @@ def batches_are_refused():
         ({"input_ids": ids[0], "labels": ids[0]}, r"\(8,\).*batch, tokens"),
         ({"input_ids": ids[:, :0], "labels": ids[:, :0]}, r"\(1, 0\)"),
         ({"input_ids": ids, "labels": ids[:, :7]}, r"labels.*\(1, 7\).*\(1, 8\)"),
-        ({"input_ids": ids, "labels": ids, "position_ids": torch.zeros(2, 8)}, r"position_ids.*\(2, 8\).*\(1, 8\)"),
+        ({"input_ids": ids, "labels": ids, "position_ids": torch.zeros(2, 8, dtype=torch.long)}, r"position_ids.*\(2, 8\).*\(1, 8\)"),
+        ({"input_ids": ids, "labels": None}, "needs input_ids and labels"),
+        ({"input_ids": ids[:0], "labels": ids[:0]}, r"\(0, 8\).*at least one row"),
+        ({"input_ids": [[1, 2], [3]], "labels": ids}, "input_ids is no tensor"),
+        ({"input_ids": ids + 0.5, "labels": ids}, "input_ids is float32.*whole numbers"),
+        ({"input_ids": ids, "labels": ids, "position_ids": ids * 0.5}, "position_ids is float32"),
+        ({"input_ids": ids + 61, "labels": ids}, "input_ids row 0 has 61 at token 0.*0 to 60"),
+        ({"input_ids": ids, "labels": ids - 1}, "shift_labels row 0 has -1 at token 0"),
+        ((ids, ids), "a batch is a tuple"),
     ):
         with pytest.raises(upipe.PreflightError, match=says):
             list(handle.shard([batch]))
+    small = ids.to(torch.uint8)
+    (local,) = handle.shard([{"input_ids": small, "labels": small.numpy()}])
+    assert local["shift_labels"][0, -1] == (-100 if handle.sp_rank == 1 else 0)
     for accumulation in (0, -1, 1.5):
         with pytest.raises(upipe.PreflightError, match=f"accumulation={accumulation}"):
             handle.shard([], accumulation=accumulation)
@@ -145,7 +156,18 @@ def one_rank_s_bad_batch_stops_all():
     handle = upipe.apply(llama(), UPipeConfig(sp_size=2))
     ids = torch.zeros(1, 8, dtype=torch.long)
     good, bad = {"input_ids": ids, "labels": ids}, {"input_ids": ids}
-    says = "labels" if handle.dp_rank == 1 else "rank 2 refused its batch"
+
+    def unreadable():
+        yield good
+        if handle.dp_rank == 1:
+            raise OSError("the disk is gone")
+        yield good
+
+    with pytest.raises(OSError if handle.dp_rank == 1 else upipe.PreflightError, match="disk|rank 2"):
+        list(handle.shard(unreadable()))
+    with pytest.raises(OSError if handle.dp_rank == 1 else upipe.PreflightError, match="disk|rank"):
+        list(handle.shard(handle.adapt(unreadable())))
+    says = "labels" if handle.dp_rank == 1 else "rank 2 has no batch to give"
     with pytest.raises(upipe.PreflightError, match=says):
         list(handle.shard([bad if handle.dp_rank == 1 else good]))
     handle.remove()

@@ -131,3 +131,18 @@ def _handed_over(heads, kv_heads, width, batch_first, seed=0):
     (2, 8, 2, 4), (4, 6, 2, None), (4, 7, 7, 8), (4, 5, 5, None), (4, 3, 3, 4), (1, 4, 2, 2)])
 def test_q_k_v_handed_over(worlds, ranks, heads, kv_heads, width, batch_first):
     worlds(ranks).run(_handed_over, heads=heads, kv_heads=kv_heads, width=width, batch_first=batch_first)
+
+
+def _handed_over_wrongly():
+    from upipe import PreflightError
+    from upipe.attention import UPipeDistributedAttention
+
+    q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, 2, 8)
+    attention = UPipeDistributedAttention(lambda q, k, v: (q, None), dist.group.WORLD)
+    for arguments, says in (((q, k, k[:, :, :1]), "key and value alike"), ((q[0], k, k), "4-D"), ((q, k, k), "returned tuple")):
+        with pytest.raises(PreflightError, match=says):
+            attention(*arguments, 0)
+
+
+def test_q_k_v_that_do_not_fit_are_refused(worlds):
+    worlds(1).run(_handed_over_wrongly)

@@ -9,9 +9,11 @@ where none are given, keeps local masks from being built, and refuses caches.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,7 +57,7 @@ class Sharding:
     """What the patched modules of one handle share: groups, settings, kernels chosen, document boundaries."""
 
     def __init__(self, config: UPipeConfig, groups: SequenceParallelGroups) -> None:
-        self.config, self.groups = config, groups
+        self.config, self.groups, self.closed = config, groups, False
         self.kernels: dict[kernels.Case, kernels.Kernel] = {}
         self.schedules: dict[tuple[int, int], HeadSchedule] = {}
         self._offsets = WeakTensorKeyDictionary()
@@ -65,7 +67,28 @@ class Sharding:
         return self
 
     def active(self, module: nn.Module) -> bool:
+        """Whether a patched module works on shards now.
+
+        Raises:
+            PreflightError: its handle was removed, and this is a copy of the model made before.
+        """
+        if self.closed:
+            raise PreflightError(
+                f"this {type(module).__name__} is a copy of a model made while UPipe was on it, and the handle was removed since: "
+                "copy the model after remove(), or call upipe.apply on the copy"
+            )
         return module.training or self.config.shard_eval
+
+    def check_modes(self, decoder: nn.Module) -> None:
+        """With shard_eval=False every attention layer must be in the decoder's mode, or shards and sequences would mix."""
+        if self.config.shard_eval:
+            return
+        other = sum("_upipe" in vars(type(m)) and m.training != decoder.training for m in decoder.modules())
+        if other:
+            raise PreflightError(
+                f"{other} attention layers are in {'eval' if decoder.training else 'train'} mode, the decoder is not: with "
+                "shard_eval=False all must be in one mode; use shard_eval=True or model.train()/model.eval()"
+            )
 
     def schedule(self, heads: int, kv_heads: int) -> HeadSchedule:
         if (heads, kv_heads) not in self.schedules:
@@ -162,6 +185,7 @@ def attention_forward(plain, architecture: models.Architecture):
             raise PreflightError(_no_mask(attention_mask))
         preflight.check_attention(type(self).__name__, self, architecture)
         preflight.check_dtype(hidden_states.dtype)
+        preflight.check_autocast(hidden_states.device.type)
         cos, sin = architecture.angles(position_embeddings)
         window, softcap = architecture.window(self), architecture.softcap_of(self)
         spec = BlockSpec(
@@ -190,7 +214,9 @@ def decoder_forward(plain):
     def forward(self, *args, **kwargs):
         sharding: Sharding = self._upipe
         kwargs.update(zip(names, args))
-        if sharding.active(self):
+        active = sharding.active(self)
+        sharding.check_modes(self)
+        if active:
             _prepare_decoder_inputs(sharding, self.rotary_emb, kwargs)
         return plain(self, **kwargs)
 
@@ -204,6 +230,8 @@ def _prepare_decoder_inputs(sharding: Sharding, rotary: nn.Module, kwargs: dict)
         raise PreflightError(_NO_CACHE)
     if kwargs.get("output_attentions"):
         raise PreflightError("output_attentions=True: attention weights are never formed on a sharded model; leave it out")
+    if kwargs.get("output_router_logits"):
+        raise PreflightError(preflight.ROUTER_LOSS)
     kwargs["use_cache"] = False
     tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
     mask = kwargs.get("attention_mask")
@@ -233,13 +261,16 @@ def _no_mask(mask) -> str:
 
 
 def subclass(base: type, sharding: Sharding, architecture: models.Architecture) -> type:
-    """A subclass of an attention or decoder class that works on shards."""
+    """A subclass of an attention or decoder class that works on shards.
+
+    The decoder's keeps the name of its base, by which transformers finds what hidden states it may record.
+    """
     members = {"_upipe": sharding, "__module__": base.__module__}
     if architecture.is_attention(base):
         members |= {"__call__": attention_call(base), "forward": attention_forward(base.forward, architecture)}
-    else:
-        members["forward"] = decoder_forward(base.forward)
-    return type(f"UPipe{base.__name__}", (base,), members)
+        return type(f"UPipe{base.__name__}", (base,), members)
+    members |= {"__qualname__": base.__qualname__, "forward": decoder_forward(base.forward)}
+    return type(base.__name__, (base,), members)
 
 
 class Handle:
@@ -250,6 +281,8 @@ class Handle:
         self._sharding, self._patched = sharding, patched
         self._layers, self._layer_numel = layers, layer_numel
         self._checked: set[int] = set()
+        self._runs_ours: set[int] = set()
+        self._decoder = next((m for m in patched if models.of_decoder(type(m)) is not None), None)
         self._notes: list[str] = []
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -289,11 +322,17 @@ class Handle:
         Every rank of a sequence-parallel group must iterate the same batches, and data-parallel groups different ones:
         sample by `handle.dp_rank` of `handle.dp_size`. `accumulation` is the engine's gradient accumulation steps.
         """
-        return ShardedLoader(loader, self.mpu, self.device, accumulation)
+        self._check_open()
+        return ShardedLoader(loader, self.mpu, self.device, accumulation, preflight.vocabulary(self.model))
 
     def adapt(self, loader: Iterable[dict]) -> AdaptedLoader:
         """A loader that gives each rank its own batches, made fit for `shard`."""
+        self._check_open()
         return AdaptedLoader(loader, self.mpu)
+
+    def _check_open(self) -> None:
+        if self._sharding.closed:
+            raise PreflightError("this handle was removed: call upipe.apply again")
 
     def loss(self, engine, batch: dict) -> torch.Tensor:
         """Forward pass and loss of one sharded micro-batch.
@@ -311,14 +350,21 @@ class Handle:
         """
         self.check(engine, batch)
         outputs = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-        local = loss.token_loss_sum(outputs.logits, batch["shift_labels"])
+        logits = preflight.check_logits(getattr(outputs, "logits", None), batch["shift_labels"], type(self.model).__name__)
+        local = loss.token_loss_sum(logits, batch["shift_labels"])
         return loss.global_loss(local, batch["num_valid"], batch["accumulation"], loss.gradient_scale(engine))
 
     def check(self, engine, batch: dict | None = None) -> None:
         """Refuse an engine or batch whose gradients would not be right; done before the first step by `loss`."""
-        missing = {"input_ids", "position_ids", "shift_labels", "num_valid", "accumulation"} - set(batch or ())
+        self._check_open()
+        missing = {"input_ids", "position_ids", "shift_labels", "num_valid", "accumulation", "sp_size"} - set(batch or ())
         if batch is not None and missing:
             raise PreflightError(f"batch lacks {sorted(missing)}: iterate handle.shard(loader), which attaches them")
+        if batch is not None and batch["sp_size"] != self.sp_size:
+            raise PreflightError(
+                f"the batch was sharded for sp_size={batch['sp_size']}, this handle has {self.sp_size}: shard it with this handle"
+            )
+        self._check_model(engine)
         if not hasattr(engine, "zero_optimization_stage"):
             if isinstance(engine, (DistributedDataParallel, FSDPModule)) and id(engine) not in self._checked:
                 preflight.check_wrapper(engine)
@@ -334,6 +380,22 @@ class Handle:
             raise PreflightError(
                 f"the batch comes from handle.shard(..., accumulation={batch['accumulation']}), the engine accumulates {steps} steps: "
                 "give both the same number"
+            )
+
+    def _check_model(self, engine) -> None:
+        """That the engine runs the model this handle sharded, and that it works on shards in its mode of now."""
+        if self._decoder is None:
+            return
+        if id(engine) not in self._runs_ours:
+            if not any(module is self._decoder for module in engine.modules()):
+                raise PreflightError(
+                    f"this handle sharded another model than the {type(engine).__name__} given: call upipe.apply on that one"
+                )
+            self._runs_ours.add(id(engine))
+        if not self._sharding.active(self._decoder):
+            raise PreflightError(
+                "the model is in eval mode and shard_eval=False, so it takes whole sequences: compute the plain loss on the whole "
+                "batch, or apply with shard_eval=True"
             )
 
     def _note_live_layers(self, ds_config: dict) -> None:
@@ -372,11 +434,12 @@ class Handle:
                 )
         for module in self._patched:
             module.__class__ = type(module).__mro__[1]
-        self._patched = []
+        self._patched, self._decoder = [], None
+        self._sharding.closed = True
         self.mpu.destroy()
 
 
-def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict | None = None) -> Handle:
+def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict | str | None = None) -> Handle:
     """Shard the attention of a Hugging Face causal LM over sequence-parallel ranks, in place.
 
     Call it on every rank, before `deepspeed.initialize`, and pass that `mpu=handle.mpu`. Starts torch.distributed from
@@ -386,21 +449,28 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
         model: a causal LM of an architecture that `models.ARCHITECTURES` lists, with random or pretrained weights; also
             made under `deepspeed.zero.Init` or on the meta device.
         config: settings.
-        ds_config: the DeepSpeed configuration, to be reported on and warned about here and not at the first step.
+        ds_config: the DeepSpeed configuration or the path of its JSON file, to be reported on and warned about here and
+            not at the first step.
 
     Raises:
         PreflightError: before anything is changed, naming the values and what would work.
     """
-    config = config or UPipeConfig()
+    config = UPipeConfig() if config is None else config
+    preflight.check_arguments(model, config, UPipeConfig)
     init_distributed()
     preflight.check_groups(config.sp_size)
     preflight.check_kernel_name(config.kernel)
+    for module in model.modules():
+        if "_upipe" in vars(type(module)) and type(module)._upipe.closed:
+            module.__class__ = type(module).__mro__[1]
     if any(hasattr(module, "_upipe") for module in model.modules()):
         raise PreflightError("UPipe is on this model already: call remove() on its handle first")
     found = preflight.find_attention(model)
     for name, module, architecture in found:
         preflight.check_config(module.config)
         preflight.check_attention(name, module, architecture)
+        preflight.check_hooks(name, module, architecture)
+        preflight.check_kernel_for(config.kernel, module, architecture)
         preflight.check_schedule(*architecture.heads(module), config.sp_size, config.heads_per_stage)
 
     sharding = Sharding(config, SequenceParallelGroups(config.sp_size))
@@ -419,7 +489,7 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     layer = _layer_of(model, found[0][0])
     handle = Handle(model, sharding, patched, len(found), sum(preflight.numel(p) for p in layer.parameters()))
     if ds_config is not None:
-        handle._note_live_layers(ds_config)
+        handle._note_live_layers(json.loads(Path(ds_config).read_text()) if isinstance(ds_config, str) else ds_config)
     return handle
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from upipe import models, preflight
@@ -52,7 +53,7 @@ class UPipeAttentionHF(UlyssesSPAttentionHF):
         the whole process, every model of them included, until `mpu.remove()`.
 
         Args:
-            model_name_or_path: model, name or path.
+            model_name_or_path: model, configuration, name or path.
             core_attn_implementation: checked as DeepSpeed checks it, against the model's own; which attention kernel
                 runs is `kernel`'s to say.
             sequence_parallel_size: with 1 nothing is done and None comes back, as in DeepSpeed (`upipe.apply` serves 1).
@@ -71,8 +72,11 @@ class UPipeAttentionHF(UlyssesSPAttentionHF):
         if not seq_length_is_variable and seq_length is None and max_length is None:
             raise ValueError("seq_length_is_variable=False needs seq_length")
         config = UPipeConfig(sequence_parallel_size, heads_per_stage, kernel, shard_eval=not disable_in_eval)
-        loaded = getattr(model_name_or_path, "config", None)
-        _check_core(core_attn_implementation, loaded)
+        is_config = isinstance(model_name_or_path, PretrainedConfig)
+        loaded = model_name_or_path if is_config else getattr(model_name_or_path, "config", None)
+        if loaded is None and not isinstance(model_name_or_path, (str, os.PathLike)):
+            raise PreflightError(f"model_name_or_path is {model_name_or_path!r}: give a model, a configuration, a name or a path")
+        _check_core(core_attn_implementation, None if is_config else loaded)
         if isinstance(model_name_or_path, nn.Module):
             handle = apply(model_name_or_path, config)
             handle.mpu.remove = handle.remove
@@ -168,6 +172,11 @@ class UPipeDistributedAttention(DistributedAttention):
             raise PreflightError("rotary_pos_emb is not served: rotate q and k before")
         if batch_dim_idx not in (0, 1):
             raise PreflightError(f"batch_dim_idx={batch_dim_idx} must be 0 or 1")
+        shapes = [tuple(t.shape) for t in (query, key, value)]
+        if {len(s) for s in shapes} != {4} or shapes[1] != shapes[2] or shapes[0][:2] != shapes[1][:2]:
+            raise PreflightError(
+                f"query, key, value have shapes {shapes}: they must be 4-D, the same tokens and batch, and key and value alike"
+            )
         schedule = preflight.check_schedule(query.shape[2], key.shape[2], dist.get_world_size(self.spg), self.heads_per_stage)
         rank = dist.get_rank(self.spg)
         q, k, v = (t.transpose(0, 1) if batch_dim_idx == 0 else t for t in (query, key, value))
@@ -186,7 +195,13 @@ class UPipeDistributedAttention(DistributedAttention):
                 first, kv_first = call.q_first - row[rank].q_heads.start, call.kv_first - firsts[call.arrival]
                 inputs = [gathered[:, :, first : first + call.q_count]]
                 inputs += [t[:, :, kv_first : kv_first + call.kv_count] for t in held[call.arrival]]
-                out = self.local_attn(*(t.transpose(0, 1) if batch_dim_idx == 0 else t for t in inputs), *args, **kwargs)
+                inputs = [t.transpose(0, 1) if batch_dim_idx == 0 else t for t in inputs]
+                out = self.local_attn(*inputs, *args, **kwargs)
+                if not isinstance(out, torch.Tensor) or out.shape[:3] != inputs[0].shape[:3]:
+                    what = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+                    raise PreflightError(
+                        f"local_attention returned {what} for a query of shape {tuple(inputs[0].shape)}: give a tensor like it"
+                    )
                 parts.append(out.transpose(0, 1) if batch_dim_idx == 0 else out)
             own = torch.cat(parts, dim=2) if parts else gathered
             # Every rank must walk back through every exchange, also those that brought it nothing.

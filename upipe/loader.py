@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 import torch
@@ -37,17 +37,20 @@ def prepare_batch(batch: dict) -> dict[str, torch.Tensor]:
     Raises:
         PreflightError: naming the key, shape or row.
     """
-    unknown = sorted(set(batch) - set(KEYS))
+    if not isinstance(batch, Mapping):
+        raise PreflightError(f"a batch is a {type(batch).__name__}: it must be a dict of tensors with input_ids and labels")
+    given = {key: value for key, value in batch.items() if value is not None}
+    unknown = sorted(set(given) - set(KEYS))
     if unknown:
         raise PreflightError(
             f"batch keys {unknown} are not known: give {', '.join(KEYS)}; packed documents are read from position_ids that restart"
         )
-    if "input_ids" not in batch or not ("labels" in batch or "shift_labels" in batch):
-        raise PreflightError(f"a batch needs input_ids and labels (or shift_labels); it has {sorted(batch)}")
-    ids = torch.as_tensor(batch["input_ids"])
-    if ids.dim() != 2 or ids.shape[1] == 0:
-        raise PreflightError(f"input_ids has shape {tuple(ids.shape)}: it must be [batch, tokens] with at least one token")
-    shaped = {key: torch.as_tensor(value) for key, value in batch.items() if value is not None}
+    if "input_ids" not in given or not ("labels" in given or "shift_labels" in given):
+        raise PreflightError(f"a batch needs input_ids and labels (or shift_labels); it has {sorted(given)}")
+    shaped = {key: _tensor(key, value) for key, value in given.items()}
+    ids = shaped["input_ids"]
+    if ids.dim() != 2 or ids.numel() == 0:
+        raise PreflightError(f"input_ids has shape {tuple(ids.shape)}: it must be [batch, tokens] with at least one row and token")
     for key, value in shaped.items():
         if value.shape != ids.shape and not (key == "position_ids" and value.shape in ((1, ids.shape[1]), (ids.shape[1],))):
             raise PreflightError(f"{key} has shape {tuple(value.shape)}, input_ids {tuple(ids.shape)}: they must agree")
@@ -61,7 +64,33 @@ def prepare_batch(batch: dict) -> dict[str, torch.Tensor]:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     if "attention_mask" in shaped:
         _check_mask(shaped["attention_mask"], targets)
-    return {"input_ids": ids.long(), "position_ids": positions.long(), "shift_labels": targets.long()}
+    return {"input_ids": ids, "position_ids": positions, "shift_labels": targets}
+
+
+def _tensor(key: str, value) -> torch.Tensor:
+    """The value as int64; a mask may be of any type."""
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PreflightError(f"{key} is no tensor: {error}") from None
+    if key == "attention_mask":
+        return tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise PreflightError(f"{key} is {str(tensor.dtype).removeprefix('torch.')}: it must be whole numbers")
+    return tensor.long()
+
+
+def check_vocabulary(batch: dict[str, torch.Tensor], vocabulary: int) -> None:
+    """Token ids and labels (-100 apart) are below the vocabulary, or the rank that has them would fail by itself."""
+    for key in ("input_ids", "shift_labels"):
+        value = batch[key]
+        wrong = ((value < 0) | (value >= vocabulary)) & ~((value == IGNORE) & (key == "shift_labels"))
+        if wrong.any():
+            row, place = wrong.nonzero()[0].tolist()
+            raise PreflightError(
+                f"{key} row {row} has {int(value[row, place])} at token {place}: the vocabulary is 0 to {vocabulary - 1}"
+                + (" (and -100, ignored)" if key == "shift_labels" else "")
+            )
 
 
 def _check_mask(mask: torch.Tensor, targets: torch.Tensor) -> None:
@@ -98,7 +127,7 @@ class ShardedLoader:
 
     It reads one accumulation window ahead and exchanges, once a window, how many valid tokens each rank has and a
     checksum of its batches. Each yielded batch has input_ids, position_ids, shift_labels [B, L] on `device`,
-    num_valid (0-d int64: valid tokens of the window over all ranks) and accumulation (int). Iteration ends on every
+    num_valid (0-d int64: valid tokens of the window over all ranks), accumulation and sp_size (int). Iteration ends on every
     rank when one of them has no whole window left; what is left over is dropped with a warning.
 
     Raises:
@@ -106,11 +135,13 @@ class ShardedLoader:
     """
 
     def __init__(
-        self, loader: Iterable[dict], groups: SequenceParallelGroups, device: torch.device, accumulation: int = 1
+        self, loader: Iterable[dict], groups: SequenceParallelGroups, device: torch.device, accumulation: int = 1,
+        vocabulary: int | None = None,
     ) -> None:
         if not isinstance(accumulation, int) or accumulation < 1:
             raise PreflightError(f"accumulation={accumulation!r} must be a positive integer")
         self.loader, self.groups, self.device, self.accumulation = loader, groups, device, accumulation
+        self.vocabulary = vocabulary
 
     def __len__(self) -> int:
         return len(self.loader) // self.accumulation * self.accumulation
@@ -119,9 +150,13 @@ class ShardedLoader:
         source = iter(self.loader)
         while True:
             window, problem = [], None
+            # Whatever goes wrong here goes wrong on one rank: the others must be told, or they wait for it.
             try:
-                window = [prepare_batch(batch) for batch in islice(source, self.accumulation)]
-            except PreflightError as error:
+                for batch in islice(source, self.accumulation):
+                    window.append(prepare_batch(batch))
+                    if self.vocabulary is not None:
+                        check_vocabulary(window[-1], self.vocabulary)
+            except Exception as error:
                 problem = error
             whole = len(window) == self.accumulation
             counts = self._exchange(window, whole, problem)
@@ -135,7 +170,7 @@ class ShardedLoader:
             for batch in window:
                 local = shard_batch(batch, self.groups.sp_size, self.groups.sp_rank)
                 local = {key: value.to(self.device, non_blocking=True) for key, value in local.items()}
-                yield {**local, "num_valid": num_valid, "accumulation": self.accumulation}
+                yield {**local, "num_valid": num_valid, "accumulation": self.accumulation, "sp_size": self.groups.sp_size}
 
     def _exchange(self, window: list[dict], whole: bool, problem: Exception | None) -> int | None:
         """-> valid tokens of the window over all ranks, or None where a rank is at its end."""
@@ -151,7 +186,7 @@ class ShardedLoader:
         rows = every.tolist()
         broken = [rank for rank, row in enumerate(rows) if row[0]]
         if broken and problem is None:
-            raise PreflightError(f"rank {broken[0]} refused its batch; its own message says why")
+            raise PreflightError(f"rank {broken[0]} has no batch to give: it was refused or could not be read; its own message says why")
         if broken:
             return None
         P = self.groups.sp_size
@@ -187,9 +222,18 @@ class AdaptedLoader:
     def __iter__(self) -> Iterator[dict]:
         source = iter(self.loader)
         while True:
-            mine = next(source, None)
+            try:
+                mine, problem = next(source, None), None
+            except Exception as error:
+                mine, problem = None, error
             every: list = [None] * self.groups.sp_size
-            dist.all_gather_object(every, mine, group=self.groups.sp_group)
+            dist.all_gather_object(every, (mine, problem is not None), group=self.groups.sp_group)
+            broken = [rank for rank, (_, failed) in enumerate(every) if failed]
+            if problem is not None:
+                raise problem
+            if broken:
+                raise PreflightError(f"rank {broken[0]} of the group could not read its batch; its own message says why")
+            every = [batch for batch, _ in every]
             if any(batch is None for batch in every):
                 left = sum(batch is not None for batch in every)
                 if left:

@@ -60,8 +60,8 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         not_negative = ("learning_rate", "final_lr_ratio", "warmup_steps", "weight_decay", "gradient_clipping")
         for name in (*not_negative, "eval_every", "eval_batches", "save_every", "keep_last"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a finite number, not negative")
         if self.zero_stage == 0 and self.dtype == "bf16" and self.gradient_dtype == "fp32":
             raise ValueError("zero_stage=0, dtype=bf16: DeepSpeed has no fp32 gradients then; use zero_stage=1, or gradient_dtype=bf16")
 

@@ -17,6 +17,17 @@ class PreflightError(ValueError):
     """A set-up that would not give the unsharded model's numbers, or would not run."""
 
 
+ROUTER_LOSS = "output_router_logits=True: the load-balancing loss of a shard is not that of the sequence; set it to False"
+
+
+def check_arguments(model, config, config_class: type) -> None:
+    """The types of what `apply` was given."""
+    if not isinstance(model, nn.Module):
+        raise PreflightError(f"model is a {type(model).__name__}: give a Hugging Face model object (load it first)")
+    if not isinstance(config, config_class):
+        raise PreflightError(f"config is {config!r}: give upipe.{config_class.__name__}(sp_size=..., ...)")
+
+
 def check_groups(sp_size: int) -> None:
     """The sequence-parallel size against the world."""
     if not isinstance(sp_size, int) or isinstance(sp_size, bool) or sp_size < 1:
@@ -71,9 +82,7 @@ def check_config(config) -> None:
     if getattr(config, "use_bidirectional_attention", False):
         raise PreflightError("use_bidirectional_attention=True: only causal attention is served")
     if getattr(config, "output_router_logits", False):
-        raise PreflightError(
-            "output_router_logits=True: the load-balancing loss of a shard is not that of the sequence; set it to False"
-        )
+        raise PreflightError(ROUTER_LOSS)
 
 
 def check_attention(name: str, module: nn.Module, architecture: models.Architecture) -> None:
@@ -87,9 +96,55 @@ def check_attention(name: str, module: nn.Module, architecture: models.Architect
             )
         if type(projection) is not nn.Linear:
             raise PreflightError(
-                f"{name}.{part} is a {type(projection).__name__}, not a plain torch.nn.Linear: its weight alone does not "
-                "say what it computes (adapter, quantised or tensor-parallel layer). Merge or remove it first"
+                f"{name}.{part} is a {type(projection).__module__}.{type(projection).__qualname__}, not a plain torch.nn.Linear: its "
+                "weight alone does not say what it computes (adapter, quantised or tensor-parallel layer). Merge or remove it first"
             )
+
+
+def check_hooks(name: str, module: nn.Module, architecture: models.Architecture) -> None:
+    """Before DeepSpeed puts its own on: nothing on a projection that its weight does not say, since it is never called."""
+    for part in architecture.linear_names:
+        projection = getattr(module, part)
+        hooks = [h for h in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks") if getattr(projection, h)]
+        if "forward" in vars(projection):
+            hooks.append("a forward of its own")
+        if hooks:
+            raise PreflightError(
+                f"{name}.{part} has {', '.join(h.strip('_').replace('_', ' ') for h in hooks)}: its weight is used without calling it, so "
+                "they would not run. Remove them, or put them on the attention module"
+            )
+
+
+def check_kernel_for(name: str, module: nn.Module, architecture: models.Architecture) -> None:
+    """A kernel asked for by name against this machine and layer, as far as they are known before the first step."""
+    if name == "auto":
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
+    masks = architecture.window(module) is not None, architecture.softcap_of(module) is not None
+    check_kernel(name, kernels.Case(device, capability, torch.bfloat16, module.head_dim, *masks))
+
+
+def check_autocast(device: str) -> None:
+    if torch.is_autocast_enabled(device):
+        raise PreflightError("torch.autocast is on: it is not supported; cast the model to bf16 instead")
+
+
+def vocabulary(model: nn.Module) -> int | None:
+    """Rows of the model's embedding, which token ids and labels must be below; None where it does not say."""
+    config = getattr(model, "config", None)
+    return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
+
+
+def check_logits(logits, labels: torch.Tensor, model: str) -> torch.Tensor:
+    """A causal LM's output: one row of logits a token."""
+    if logits is None or logits.dim() != 3 or logits.shape[:2] != labels.shape:
+        shape = None if logits is None else tuple(logits.shape)
+        raise PreflightError(
+            f"{model} gives logits of shape {shape} for labels of shape {tuple(labels.shape)}: handle.loss needs a causal LM, whose "
+            "logits are [batch, tokens, vocabulary]"
+        )
+    return logits
 
 
 def check_dtype(dtype: torch.dtype) -> None:
