@@ -111,3 +111,18 @@ def _what_apply_would_ignore():
 
 def test_nothing_is_ignored_silently(worlds):
     worlds(1).run(_what_apply_would_ignore)
+
+
+def _uneven_shards():
+    import upipe
+
+    model = tiny_model("llama", 4, 2)
+    handle = upipe.apply(model, upipe.UPipeConfig(sp_size=2))
+    tokens = 7 - handle.sp_rank
+    with pytest.raises(upipe.PreflightError, match=r"\[\[1, 7\], \[1, 6\]\].*handle.shard"):
+        model(input_ids=torch.ones(1, tokens, dtype=torch.long))
+    handle.remove()
+
+
+def test_uneven_shards_are_refused(worlds):
+    worlds(2).run(_uneven_shards)

@@ -133,6 +133,10 @@ class Sharding:
     def _gather(self, position_ids: torch.Tensor) -> torch.Tensor:
         if self.config.sp_size == 1:
             return position_ids
+        mine = torch.tensor(position_ids.shape, device=position_ids.device)
+        shapes = [torch.empty_like(mine) for _ in range(self.config.sp_size)]
+        dist.all_gather(shapes, mine, group=self.groups.sp_group)
+        preflight.check_local_shapes(torch.stack(shapes).tolist())
         shards = [torch.empty_like(position_ids) for _ in range(self.config.sp_size)]
         dist.all_gather(shards, position_ids.contiguous(), group=self.groups.sp_group)
         return torch.cat(shards, dim=1)

@@ -125,6 +125,14 @@ def check_kernel_for(name: str, module: nn.Module, architecture: models.Architec
     check_kernel(name, kernels.Case(device, capability, torch.bfloat16, module.head_dim, *masks))
 
 
+def check_local_shapes(shapes: list[list[int]]) -> None:
+    """[rows, tokens] of every rank's shard of a sequence."""
+    if any(shape != shapes[0] for shape in shapes):
+        raise PreflightError(
+            f"the ranks of a sequence were given shards of {shapes} rows and tokens: all must be alike; handle.shard pads and cuts them"
+        )
+
+
 def check_autocast(device: str) -> None:
     if torch.is_autocast_enabled(device):
         raise PreflightError("torch.autocast is on: it is not supported; cast the model to bf16 instead")
