@@ -22,7 +22,6 @@ from upipe import models, preflight
 from upipe.apply import Sharding, UPipeConfig, apply, subclass
 from upipe.comm import SequenceParallelGroups, all_to_all, init_distributed
 from upipe.preflight import PreflightError
-from upipe.schedule import HeadSchedule
 
 
 class UPipeAttentionHF(UlyssesSPAttentionHF):
@@ -221,16 +220,10 @@ class UPipeDistributedAttention(DistributedAttention):
                 for head in entry.q_heads:
                     pieces[head] = got[:, :, done]
                     done += 1
-            for arrived in [a for a in resident if _is_over(schedule, rank, a, stage)]:
+            for arrived in [a for a in resident if schedule.is_over(rank, a, stage)]:
                 del resident[arrived]
         out = torch.stack([pieces[h] for h in range(schedule.heads)], dim=2)
         return out.transpose(0, 1) if batch_dim_idx == 0 else out
-
-
-def _is_over(schedule: HeadSchedule, rank: int, arrived: int, stage: int) -> bool:
-    """Whether the kv heads that came to `rank` in stage `arrived` are not needed after `stage`."""
-    heads = schedule.table[arrived][rank].kv_arriving
-    return not heads or any(heads[-1] in schedule.table[s][rank].kv_leaving for s in range(arrived, stage + 1))
 
 
 class _Exchange(torch.autograd.Function):

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
 from upipe.comm import all_to_all
 from upipe.kernels import Kernel, Offsets
@@ -118,7 +119,7 @@ class _AttentionBlock(torch.autograd.Function):
         out, lse = run.forward()
         ctx.spec = spec
         ctx.save_for_backward(cos, sin, x, out, lse, *params)
-        y = run.from_rows(run.linear(out.view(run.N, -1), run.w.wo, run.w.bo))
+        y = run.from_rows(linear(out.view(run.N, -1), run.w.wo, run.w.bo))
         # With B = 1 it is a view, and autograd forbids writing in place into a view that a Function returns.
         return torch.ops.aten._unsafe_view(y, y.shape)
 
@@ -217,17 +218,13 @@ class _Run:
         """[N, c] -> [B, L, c]."""
         return t.view(self.L, self.B, -1).transpose(0, 1).contiguous()
 
-    @staticmethod
-    def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.nn.functional.linear(rows, weight, bias)
-
     def rows_of(self, heads: range) -> slice:
         return slice(heads.start * self.d, heads.stop * self.d)
 
     def project(self, heads: range, weight, bias) -> torch.Tensor:
         """Local rows times some heads of a projection: [N, heads, d]."""
         part = self.rows_of(heads)
-        rows = self.linear(self.x, weight[part], None if bias is None else bias[part])
+        rows = linear(self.x, weight[part], None if bias is None else bias[part])
         return rows.view(self.N, len(heads), self.d)
 
     def q_rows(self, heads: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,11 +273,8 @@ class _Run:
 
     def release(self, stage, resident: dict) -> None:
         """Drop arrivals whose last kv head has left."""
-        mine = self.spec.rank
-        for arrived in list(resident):
-            last = self.sched.table[arrived][mine].kv_arriving
-            if not last or any(last[-1] in self.sched.table[s][mine].kv_leaving for s in range(arrived, stage + 1)):
-                del resident[arrived]
+        for arrived in [a for a in resident if self.sched.is_over(self.spec.rank, a, stage)]:
+            del resident[arrived]
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         """-> attention output [N, H, d] of the local rows, log-sum-exp [B, own heads, S]."""
@@ -374,8 +368,9 @@ class _Run:
         for name, value in (norm_grads | {"sinks": sink_grads}).items():
             if value is not None:
                 result[name] = value.to(getattr(w, name).dtype)
-        joint_weight = w.wqkv if w.wqkv is not None else torch.cat((w.wq, w.wk, w.wv))
-        dx = self.from_rows(flat @ joint_weight) if need_dx else None
+        dx = None
+        if need_dx:
+            dx = self.from_rows(flat @ (w.wqkv if w.wqkv is not None else torch.cat((w.wq, w.wk, w.wv))))
         return dx, tuple(result.values())
 
     def _unfinish(self, grad, raw, norm, norm_grad):
@@ -405,15 +400,12 @@ class _Run:
                 whole = dk.new_empty(self.B, self.P * self.L, 0, self.d)
             for heads, got in zip(leaving, self.to_owners(whole, [len(h) for h in leaving])):
                 for i, kv in enumerate(heads):
-                    if self._copies(kv) == 1:
+                    if self.sched.copies(kv) == 1:
                         target[:, kv] = got[:, i]
                     elif kv in replicas[name]:
                         replicas[name][kv] += got[:, i]
                     else:
                         replicas[name][kv] = got[:, i].to(self.wide)
-
-    def _copies(self, kv: int) -> int:
-        return sum(1 for owned in self.sched.owned if owned and owned[0] // self.sched.group <= kv <= owned[-1] // self.sched.group)
 
     def _finish_kv(self, dk, dv, replicas, norm_grads) -> None:
         """Write summed replicas down, then undo k's rotation and norm, one kv head at a time."""

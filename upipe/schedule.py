@@ -114,6 +114,16 @@ class HeadSchedule:
         """Whether some kv head is on more than one rank, so that its gradients must be summed."""
         return self.kv_sends > self.kv_heads
 
+    def copies(self, kv: int) -> int:
+        """On how many ranks a kv head is."""
+        g = self.group
+        return sum(bool(heads) and heads[0] // g <= kv <= heads[-1] // g for heads in self.owned)
+
+    def is_over(self, rank: int, arrived: int, stage: int) -> bool:
+        """Whether the kv heads that came to `rank` in stage `arrived`, if any, are not needed after `stage`."""
+        heads = self.table[arrived][rank].kv_arriving
+        return not heads or any(heads[-1] in self.table[s][rank].kv_leaving for s in range(arrived, stage + 1))
+
     def _walk(self, owned: range) -> list[RankStage]:
         g, w = self.group, self.width
         arrival: dict[int, int] = {}
