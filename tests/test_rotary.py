@@ -1,11 +1,24 @@
-"""Rotation and RMS norm by hand against the definitions, forward and backward."""
+"""Rotation, RMS norm, and both in place on rows of heads, against the definitions, forward and backward.
+
+Triton's kernels run in its interpreter, which is chosen when triton is first imported: so in a process of their own, once
+for all cases. (On a GPU: test_gpu_rotary.py.)
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from tests.pairwise import pairwise
 from tests.plain import assert_close
-from upipe import reference
-from upipe.rotary import rms_norm, rms_norm_backward, rotate
+from upipe import reference, rotary
+from upipe.rotary import choose_backend, finish_heads, rms_norm, rms_norm_backward, rotate, unfinish_heads
 
 SHAPES = [(7, 3, 8, 8), (63, 1, 6, 6), (5, 28, 4, 4), (9, 2, 12, 4), (1, 5, 80, 80)]      # rows, heads, d, R
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3}
@@ -102,3 +115,324 @@ def test_rms_norm_backward_sums_bf16_in_fp32():
     assert grad_x.dtype == torch.bfloat16 and grad_weight.dtype == torch.float32
     assert_close("x", grad_x, wide[0].grad, TOLERANCE[torch.bfloat16])
     assert_close("weight", grad_weight, wide[1].grad, 1e-5)
+
+
+FACTORS = {
+    "dtype": ("float64", "float32", "bfloat16"),
+    "d": (8, 64, 80, 96, 128, 256),
+    "part": (0, 0.25, 0.5, 1),                              # R / d
+    "heads": (1, 2, 5),
+    "rows": (1, 37, 130),
+    "bias": (False, True),
+    "norm": (None, "same dtype", "wide"),
+    "eps": (0.0, 1e-3),
+    "where": ("in place", "apart", "heads of wider tensors"),
+    "tables": ("own", "expanded", "transposed"),
+}
+CASES = pairwise(FACTORS)
+TRITON_CASES = pairwise({**FACTORS, "dtype": ("float32", "bfloat16", "float16")}, seed=1)
+ROUNDED = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}    # once
+PARTS = ("result", "gradient of x", "gradient of weight")
+
+
+def name_of(case):
+    return "-".join(str(v) for v in case.values())
+
+
+def inputs(case, device="cpu"):
+    """x, the gradient of the result, cos, sin, bias, weight of a case; scaled rotation, two halves that differ."""
+    dtype, N, h, d = getattr(torch, case["dtype"]), case["rows"], case["heads"], case["d"]
+    R = int(case["part"] * d)
+    shape = {"own": (N, 1, R), "expanded": (1, 1, R), "transposed": (R, 1, N)}[case["tables"]]
+    cos, sin = None, None
+    if R:
+        cos, sin = ((random(*shape, seed=s) * 0.7).to(device, dtype) for s in (3, 4))
+        cos, sin = (t.transpose(0, 2) if case["tables"] == "transposed" else t.expand(N, 1, R) for t in (cos, sin))
+    bias = random(h, d, seed=5).to(device, dtype) if case["bias"] else None
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = random(d, seed=6).to(device, wide if case["norm"] == "wide" else dtype) if case["norm"] else None
+    return random(N, h, d).to(device, dtype), random(N, h, d, seed=2).to(device, dtype), cos, sin, bias, weight
+
+
+def chain(x, cos, sin, bias, weight, eps):
+    if bias is not None:
+        x = x + bias
+    if weight is not None:
+        x = reference.rms_norm(x, weight, eps)
+    return x if cos is None else reference.rotate(x[None], cos[:, 0][None], sin[:, 0][None])[0]
+
+
+def defined_chain(case):
+    """Result, gradient of x, gradient of the weight (or None), in fp64 by autograd."""
+    x, grad, *rest = [None if t is None else t.double() for t in inputs(case)]
+    leaves = [x.requires_grad_()] + ([] if rest[3] is None else [rest[3].requires_grad_()])
+    out = chain(x, *rest, case["eps"])
+    grads = torch.autograd.grad(out, leaves, grad)
+    return out.detach(), grads[0], None if rest[3] is None else grads[1]
+
+
+def placed(t, where):
+    """t and where its result is to go, and a check that nothing else was written."""
+    if where == "in place":
+        return t.clone(), None, lambda: True
+    if where == "apart":
+        kept = t.clone()
+        return kept, torch.full_like(t, float("nan")), lambda: torch.equal(kept, t)
+    N, h, d = t.shape
+    source, target = t.new_full((N, h + 3, d), 7.0), t.new_full((N, h + 2, d), 9.0)
+    source[:, 1 : h + 1] = t
+    kept = source.clone()
+    return source[:, 1 : h + 1], target[:, 2:], lambda: torch.equal(source, kept) and bool((target[:, :2] == 9).all())
+
+
+def computed_chain(case, backend, device="cpu"):
+    x, grad, cos, sin, bias, weight = inputs(case, device)
+    more = {"bias": bias, "weight": weight, "eps": case["eps"], "backend": backend}
+    here, out, is_clean = placed(x, case["where"])
+    result = finish_heads(here, cos, sin, out, **more)
+    assert result is (here if out is None else out) and is_clean()
+    there, out, is_clean = placed(grad, case["where"])
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    weight_grad = None if weight is None else torch.ones(x.shape[-1], dtype=wide, device=device)
+    grad_x = unfinish_heads(there, cos, sin, out, raw=x, weight_grad=weight_grad, **more)
+    assert grad_x is (there if out is None else out) and is_clean()
+    return result, grad_x, None if weight is None else weight_grad - 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_plain_torch_is_the_definition(case, monkeypatch):
+    monkeypatch.setattr(rotary, "CHUNK", 4096)
+    tolerance = ROUNDED[getattr(torch, case["dtype"])]
+    summed = 1e-12 if case["dtype"] == "float64" else 2e-6  # never rounded to bf16
+    results = computed_chain(case, "torch"), defined_chain(case)
+    for name, got, want, allowed in zip(PARTS, *results, (tolerance, tolerance, summed)):
+        if want is not None:
+            assert_close(name, got, want, allowed)
+
+
+def error(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def in_interpreter():
+    """Triton in its interpreter against plain torch; printed as JSON. Its interpreter cuts fp32 down to bf16 where a GPU
+    rounds, so results of bf16 inputs are compared as fp32 too."""
+    from upipe import rotary_triton
+    found = {}
+    for case in TRITON_CASES:
+        pairs = zip(computed_chain(case, "triton"), computed_chain(case, "torch"))
+        found[name_of(case)] = [None if want is None else error(got, want) for got, want in pairs]
+    for dtype in ("float32", "bfloat16", "float16"):
+        x, grad, cos, sin, bias, weight = inputs({**INTO_FP32, "dtype": dtype})
+        more = {"bias": bias, "weight": weight, "eps": 1e-3}
+        new = torch.empty(x.shape)
+        found[f"into fp32, {dtype}"] = [
+            error(*(finish_heads(x, cos, sin, new.clone(), backend=b, **more) for b in ("triton", "torch"))),
+            error(*(unfinish_heads(grad, cos, sin, new.clone(), raw=x, backend=b, **more) for b in ("triton", "torch"))), None]
+    rotary_triton.PROGRAMS = 3                              # each program walks several blocks of rows
+    sums = [computed_chain({**INTO_FP32, "rows": 300}, b)[2] for b in ("triton", "triton", "torch")]
+    found["several blocks a program"] = [None, None, error(sums[0], sums[2])]
+    found["same bits"] = bool(torch.equal(sums[0], sums[1]))
+    for shape in ((0, 2, 8), (3, 0, 8)):
+        empty(shape, "triton")
+    far_offsets("triton")
+    print(json.dumps(found))
+
+
+INTO_FP32 = {"dtype": "float32", "d": 80, "part": 0.5, "heads": 2, "rows": 37, "bias": True, "norm": "wide", "eps": 1e-3,
+             "where": "apart", "tables": "own"}
+MORE = [f"into fp32, {dtype}" for dtype in ("float32", "bfloat16", "float16")] + ["several blocks a program"]
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", "from tests.test_rotary import in_interpreter; in_interpreter()"], cwd=root,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
+        capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [*map(name_of, TRITON_CASES), *MORE])
+def test_triton_is_plain_torch(interpreted, name):
+    tolerance = 6e-3 if name.startswith("bfloat16") else 3e-4 if name.startswith("float16") else 1e-6
+    for part, got, allowed in zip(PARTS, interpreted[name], (tolerance, tolerance, 2e-6)):
+        assert got is None or got <= allowed, f"{part}: {got} > {allowed}"
+
+
+def test_triton_sums_in_a_fixed_order(interpreted):
+    assert interpreted["same bits"]
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("d, R", [(128, 128), (80, 80), (128, 64), (128, 0)])
+def test_kernels_compile_for_hopper(tmp_path, monkeypatch, forward, d, R):
+    """The interpreter checks no types and makes no code: compile to PTX for sm_90 (no GPU needed), 16 bytes a load."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from upipe import rotary_triton
+    if rotary_triton.INTERPRETED:
+        pytest.skip("this process is Triton's interpreter")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = rotary_triton._finish if forward else rotary_triton._unfinish
+    x = torch.empty(2, 2, d)
+    tiles = rotary_triton._tiles(x, torch.empty(2, 1, R) if R else None, x, changed=True)
+    constants = {**tiles, "blocks": 2, "cos_d": 1, "sin_d": 1}
+    types = {"eps": "fp32", "weight": "*fp32", "partial": "*fp32"}
+    types |= dict.fromkeys(("x", "out", "grad", "raw", "bias", "cos", "sin"), "*bf16") | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
+    multiples = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(signature.items())
+                 if name != "rows" and kind[0] in "*i"}
+    constants = {(kernel.arg_names.index(name),): value for name, value in constants.items() if name in kernel.arg_names}
+    compiled = triton.compile(ASTSource(kernel, signature, constants, multiples), target=GPUTarget("cuda", 90, 32),
+                              options={"num_warps": rotary_triton.WARPS})
+    assert "ld.global.v4.b32" in compiled.asm["ptx"] and "st.global.v4.b32" in compiled.asm["ptx"]
+
+
+def empty(shape, backend):
+    N, h, d = shape
+    x, table, weight_grad = torch.ones(shape), torch.ones(N, 1, d), torch.zeros(d)
+    more = {"bias": torch.ones(h, d), "weight": torch.ones(d), "backend": backend}
+    assert finish_heads(x, table, table, **more).shape == shape
+    assert unfinish_heads(x, table, table, raw=x, weight_grad=weight_grad, **more).shape == shape
+    assert not weight_grad.any()
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8), (3, 0, 8)])
+def test_empty_ranges(shape):
+    empty(shape, "torch")
+
+
+def far_offsets(backend):
+    """Rows, then heads, further apart than 2^31 elements, in memory of which only a few pages are ever touched."""
+    far = torch.empty(2**31 + 2**20, dtype=torch.bfloat16)
+    for strides in ((2**30 + 256, 64, 1), (64, 2**31 + 256, 1)):
+        x = far.as_strided((3 if strides[1] == 64 else 2, 2, 64), strides)
+        cos, sin = angles(len(x), 64)
+        for function in (finish_heads, unfinish_heads):
+            x.copy_(random(*x.shape))
+            want = function(x.contiguous(), cos.float(), sin.float(), backend=backend)
+            assert torch.equal(function(x, cos.float(), sin.float(), backend=backend), want)
+
+
+def test_offsets_beyond_32_bits():
+    far_offsets("torch")
+
+
+def test_bf16_is_rounded_once():
+    case = {**INTO_FP32, "dtype": "bfloat16", "rows": 300}
+    for got, want in zip(computed_chain(case, "torch")[:2], defined_chain(case)[:2]):
+        assert (got == want.bfloat16()).double().mean() > 0.999
+
+
+def test_the_backward_may_write_over_raw():
+    x, grad, cos, sin, bias, weight = inputs(INTO_FP32)
+    more = {"bias": bias, "weight": weight, "eps": 1e-3}
+    want = unfinish_heads(grad, cos, sin, torch.empty_like(x), raw=x, **more)
+    assert torch.equal(unfinish_heads(grad, cos, sin, x, raw=x, **more), want)
+
+
+def test_weight_gradient_is_not_needed():
+    x, grad, cos, sin, bias, weight = inputs(INTO_FP32)
+    weight_grad = torch.zeros_like(weight)
+    more = {"raw": x, "bias": bias, "weight": weight, "eps": 1e-3}
+    with_sum = unfinish_heads(grad.clone(), cos, sin, weight_grad=weight_grad, **more)
+    assert weight_grad.any() and torch.equal(unfinish_heads(grad.clone(), cos, sin, **more), with_sum)
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned in memory of its own."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known:
+                self.elements = max(self.elements, t.numel())
+        return result
+
+
+def test_plain_torch_makes_no_copy_of_the_buffer(monkeypatch):
+    monkeypatch.setattr(rotary, "CHUNK", 4096)
+    x, grad, cos, sin, bias, weight = inputs({**INTO_FP32, "dtype": "bfloat16", "rows": 3000})
+    with Largest() as largest:
+        finish_heads(x.clone(), cos, sin, x, bias=bias, weight=weight)
+        assert largest.elements == x.numel()                # the clone, so that the count is seen to count
+        largest.elements = 0
+        finish_heads(x, cos, sin, bias=bias, weight=weight)
+        unfinish_heads(grad, cos, sin, raw=x, bias=bias, weight=weight, weight_grad=torch.zeros(80))
+    assert 0 < largest.elements <= 4096 < x.numel()
+
+
+def refuse(error, match, change, function=finish_heads, **more):
+    x, grad, cos, sin, bias, weight = inputs(INTO_FP32)
+    values = {"cos": cos, "sin": sin, "bias": bias, "weight": weight, **more}
+    with pytest.raises(error, match=match):
+        function(x, **{**values, **change})
+
+
+@pytest.mark.parametrize("match, change", [
+    ("both cos and sin", {"sin": None}),
+    ("41 dims", {"cos": torch.ones(37, 1, 41), "sin": torch.ones(37, 1, 41)}),
+    ("82 dims", {"cos": torch.ones(37, 1, 82), "sin": torch.ones(37, 1, 82)}),
+    (r"sin is \(36, 1, 40\).*\(37, 1, 40\)", {"sin": torch.ones(36, 1, 40)}),
+    (r"out is \(37, 1, 80\)", {"out": torch.ones(37, 1, 80)}),
+    (r"bias is \(160,\)", {"bias": torch.ones(160)}),
+    (r"weight is \(2, 80\)", {"weight": torch.ones(2, 80)}),
+    ("out has strides", {"out": torch.ones(37, 2, 160)[..., ::2]}),
+    ("unknown backend 'cuda'", {"backend": "cuda"}),
+    ("bias is on meta", {"bias": torch.ones(2, 80, device="meta")}),
+])
+def test_what_does_not_fit_is_refused(match, change):
+    refuse(ValueError, match, change)
+
+
+@pytest.mark.parametrize("match, change", [
+    ("needs raw", {}),
+    (r"raw is \(37, 2, 8\)", {"raw": torch.ones(37, 2, 8)}),
+    ("weight_grad .* weight is None", {"weight": None, "weight_grad": torch.zeros(80)}),
+    (r"weight_grad \(8,\)", {"raw": torch.ones(37, 2, 80), "weight_grad": torch.zeros(8)}),
+])
+def test_what_does_not_fit_the_backward_is_refused(match, change):
+    refuse(ValueError, match, change, unfinish_heads)
+
+
+def test_x_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"\[N, h, d\], not \(3, 8\)"):
+        finish_heads(torch.ones(3, 8), None, None)
+
+
+def test_autograd_is_refused_and_no_grad_is_not():
+    x, weight = torch.ones(3, 1, 8), torch.ones(8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        finish_heads(x, None, None, weight=weight)
+    with torch.no_grad():
+        assert torch.equal(finish_heads(2 * x, None, None, weight=weight), x)
+
+
+def test_backends(monkeypatch):
+    x = torch.ones(3, 1, 8)
+    assert choose_backend("auto", x) == choose_backend("torch", x, None) == "torch"
+    refuse(TypeError, "float64", {"bias": torch.ones(2, 80, dtype=torch.float64), "backend": "triton"})
+    monkeypatch.setitem(sys.modules, "triton", None)
+    rotary._triton.cache_clear()
+    try:
+        refuse(ImportError, "not installed", {"backend": "triton"})
+        assert choose_backend("auto", x) == "torch"
+    finally:
+        rotary._triton.cache_clear()
+
+
+def test_triton_outside_its_interpreter_refuses_the_cpu():
+    pytest.importorskip("triton")
+    from upipe import rotary_triton
+    if rotary_triton.INTERPRETED:
+        pytest.skip("this process is Triton's interpreter")
+    refuse(ValueError, "needs GPU tensors, not .*cpu", {"backend": "triton"})
