@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from tests.pairwise import pairwise
 from tests.plain import assert_close
-from upipe import reference
-from upipe.block import BlockSpec, Projections, attention_block
+from upipe import host, reference, workspace
+from upipe.block import BlockSpec, Projections, attention_block, checkpoint_contexts
 from upipe.kernels import Case, select
 from upipe.schedule import HeadSchedule
 
@@ -36,16 +37,35 @@ def make(heads, kv_heads, head_dim, hidden, tokens, batch, bias, norm, rotated, 
     return x, {name: w.to(dtype) for name, w in weights.items()}, cos, sin, grad
 
 
-def sharded_block(heads, kv_heads, width, head_dim, x, weights, cos, sin, grad, offsets, kernel, needs=None):
+def call(block, x, checkpointing):
+    """The block's result as a checkpointed layer makes it. checkpointing: None, "non-reentrant" (torch's) or "by hand" (a
+    first forward without gradients, then the one whose graph is kept)."""
+    if checkpointing is None:
+        return block(x)
+    if checkpointing == "non-reentrant":
+        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=checkpoint_contexts)
+    first, again = checkpoint_contexts()
+    with first, torch.no_grad():
+        before = block(x)
+    workspace.poison()
+    with again:
+        after = block(x)
+    assert torch.equal(before, after)
+    return after
+
+
+def sharded_block(heads, kv_heads, width, head_dim, x, weights, cos, sin, grad, offsets, kernel, needs=None, checkpointing=None,
+                  **modes):
     """Output, input gradient and summed parameter gradients of the block over all ranks of the world."""
     P, rank = dist.get_world_size(), dist.get_rank()
     schedule = HeadSchedule(heads, kv_heads, P, width)
     spec = BlockSpec(schedule, rank=rank, group=dist.group.WORLD if P > 1 else None, head_dim=head_dim, scale=0.4,
-                     kernel=select(kernel, Case("cpu", (0, 0), x.dtype, head_dim)), norm_eps=1e-3, offsets=offsets)
+                     kernel=select(kernel, Case("cpu", (0, 0), x.dtype, head_dim)), norm_eps=1e-3, offsets=offsets, **modes)
     x, cos, sin, grad = (t.chunk(P, dim=1)[rank].contiguous() for t in (x, cos, sin, grad))
     x.requires_grad_(needs is None or "x" in needs)
     leaves = {name: w.clone().requires_grad_(needs is None or name in needs) for name, w in weights.items()}
-    out = attention_block(x, Projections(**leaves), cos, sin, spec)
+    out = call(lambda x: attention_block(x, Projections(**leaves), cos, sin, spec), x, checkpointing)
+    workspace.poison()
     out.backward(grad)
     pieces = [torch.empty_like(out) for _ in range(P)]
     dist.all_gather(pieces, out.detach().contiguous())
@@ -71,8 +91,9 @@ def defined_block(head_dim, x, weights, cos, sin, grad, offsets):
     return {"out": out.detach(), "x": x.grad, **{name: w.grad for name, w in leaves.items()}}
 
 
-def check(heads, kv_heads, width, shape, bias, norm, offsets, kernel, dtype=torch.float64, tolerance=1e-10):
-    """One case on every rank of the world; uninitialised memory is NaN."""
+def check(heads, kv_heads, width, shape, bias, norm, offsets, kernel, dtype=torch.float64, tolerance=1e-10, **modes):
+    """One case on every rank of the world; uninitialised memory is NaN, and so is what the workspace kept."""
+    workspace.poison()
     head_dim, hidden, batch, rotated = shape
     offsets = None if OFFSETS[offsets] is None else OFFSETS[offsets][:batch]
     made = make(heads, kv_heads, head_dim, hidden, 24, batch, bias, norm, rotated, dtype)
@@ -80,7 +101,7 @@ def check(heads, kv_heads, width, shape, bias, norm, offsets, kernel, dtype=torc
     width = dist.get_world_size() * {"smallest": 1, "middle": max(1, most // 2), "largest": most}[width]
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        got = sharded_block(heads, kv_heads, width, head_dim, *made, offsets, kernel)
+        got = sharded_block(heads, kv_heads, width, head_dim, *made, offsets, kernel, **modes)
     finally:
         torch.use_deterministic_algorithms(False)
     want = defined_block(head_dim, *made, offsets)
@@ -99,13 +120,18 @@ CASES = pairwise({
     "norm": (False, True),
     "offsets": ("whole", "packed"),
     "kernel": ("flash", "reference"),
+    "attention_output": ("device", "host"),
+    "overlap": (True, False),
+    "dx": ("gemm", "bf16"),
+    "checkpointing": ("by hand", "non-reentrant", None),
 })
 
 
 def name_of(case):
     heads, kv_heads = case["heads"]
     parts = [f"{case['ranks']}ranks", f"{heads}h{kv_heads}kv", case["width"], "x".join(map(str, case["shape"])),
-             case["offsets"], case["kernel"]]
+             case["offsets"], case["kernel"], case["attention_output"], "overlap" if case["overlap"] else "serial",
+             f"dx-{case['dx']}", case["checkpointing"] or "stored"]
     return "-".join(parts + [flag for flag in ("bias", "norm") if case[flag]])
 
 
@@ -178,3 +204,147 @@ def mixed_dtypes():
 def test_mixed_dtypes_are_refused_by_name():
     with pytest.raises(TypeError, match="float64.*wv.*float32"):
         mixed_dtypes()
+
+
+def two_blocks(attention_output, dx, checkpointing):
+    """Two blocks in one checkpointed function, called twice before one backward: each recomputed forward finds its own copy."""
+    made = make(8, 2, 8, 20, 24, 1, True, True, 8)
+    x, weights, cos, sin, grad = (made[0].clone().requires_grad_(), {n: w.clone().requires_grad_() for n, w in made[1].items()}, *made[2:])
+    P, rank = dist.get_world_size(), dist.get_rank()
+    spec = BlockSpec(HeadSchedule(8, 2, P), rank=rank, group=dist.group.WORLD, head_dim=8, scale=0.4, norm_eps=1e-3,
+                     kernel=select("flash", Case("cpu", (0, 0), x.dtype, 8)), attention_output=attention_output, dx=dx)
+    part = slice(rank * 24 // P, (rank + 1) * 24 // P)
+
+    def function(x):
+        for factor in (1.0, 0.5):
+            x = attention_block(x * factor, Projections(**weights), cos[:, part].contiguous(), sin[:, part].contiguous(), spec)
+        return x
+
+    def whole(x):
+        for factor in (1.0, 0.5):
+            x = reference.attention_block(x=x * factor, cos=cos, sin=sin, head_dim=8, scale=0.4, eps=1e-3, offsets=None, **weights)
+        return x
+
+    leaves = (x, *weights.values())
+    expected = torch.autograd.grad(whole(x), leaves, grad)
+    expected = [a + 2 * b for a, b in zip(expected, torch.autograd.grad(whole(2 * x), leaves, grad))]
+    mine = x[:, part].detach().clone().requires_grad_()
+    total = call(function, mine, checkpointing) + 2 * call(function, 2 * mine, checkpointing)
+    total.backward(grad[:, part])
+    assert_close("x", mine.grad, expected[0][:, part], 1e-10)
+    for (name, leaf), want in zip(weights.items(), expected[1:]):
+        dist.all_reduce(leaf.grad)
+        assert_close(name, leaf.grad, want, 1e-10)
+
+
+@pytest.mark.parametrize("dx", ["gemm", "bf16"])
+@pytest.mark.parametrize("checkpointing", ["by hand", "non-reentrant"])
+def test_two_blocks_and_two_calls_before_one_backward(worlds, checkpointing, dx):
+    worlds(2).run(two_blocks, attention_output="host", dx=dx, checkpointing=checkpointing)
+
+
+def bits(**modes):
+    made = make(8, 2, 8, 20, 24, 2, True, True, 8, torch.float32)
+    return {name: t.clone() for name, t in sharded_block(8, 2, None, 8, *made, None, "flash", checkpointing="by hand", **modes).items()}
+
+
+def same_bits(steps):
+    """host, device and either overlap give the same bits, at every step, from a poisoned workspace."""
+    want = bits(overlap=False)
+    for _ in range(steps):
+        for modes in ({}, {"attention_output": "host"}, {"attention_output": "host", "overlap": False}):
+            workspace.poison()
+            for name, got in bits(**modes).items():
+                assert torch.equal(got, want[name]), (name, modes)
+    for modes in ({"attention_output": "host"}, {}):
+        low = bits(dx="bf16", **modes)
+        assert all(torch.isfinite(t).all() for t in low.values())
+
+
+def test_modes_agree_bit_for_bit(worlds):
+    worlds(2).run(same_bits, steps=5)
+
+
+def second_backward(**modes):
+    """The first backward uses the attention output's memory; a second one of the same graph is right all the same."""
+    made = make(8, 2, 8, 20, 24, 1, False, False, 8)
+    P, rank = dist.get_world_size(), dist.get_rank()
+    x, weights, cos, sin, grad = (t.chunk(P, 1)[rank].contiguous() if torch.is_tensor(t) else t for t in made)
+    spec = BlockSpec(HeadSchedule(8, 2, P), rank=rank, group=dist.group.WORLD, head_dim=8, scale=0.4,
+                     kernel=select("flash", Case("cpu", (0, 0), x.dtype, 8)), **modes)
+    leaves = [x.requires_grad_(), *(w.requires_grad_() for w in weights.values())]
+    out = attention_block(x, Projections(**weights), cos, sin, spec)
+    once = [g.clone() for g in torch.autograd.grad(out, leaves, grad, retain_graph=True)]
+    for i, (a, b) in enumerate(zip(once, torch.autograd.grad(out, leaves, grad))):
+        assert_close(f"input {i}", a, b, 1e-12)
+
+
+@pytest.mark.parametrize("modes", [{}, {"attention_output": "host", "dx": "bf16"}], ids=["device", "host-bf16"])
+def test_a_second_backward_of_one_graph(worlds, modes):
+    worlds(2).run(second_backward, **modes)
+
+
+def host_memory():
+    """Every copy goes back to the pool, those of calls that never ran backward too."""
+    bits(attention_output="host", dx="bf16")
+    bits(attention_output="host")
+    x, weights, cos, sin, _ = make(8, 2, 8, 20, 24, 1, False, False, 8)
+    spec = BlockSpec(HeadSchedule(8, 2, 1), rank=0, group=None, head_dim=8, scale=0.4,
+                     kernel=select("flash", Case("cpu", (0, 0), x.dtype, 8)), attention_output="host")
+    first, _ = checkpoint_contexts()
+    with first, torch.no_grad():
+        attention_block(x, Projections(**weights), cos, sin, spec)
+    del first, _
+    bits(attention_output="host")
+    bits()
+    from upipe.block import _give_back
+    _give_back()
+    assert not host.pool()._used
+
+
+def test_host_copies_are_given_back(worlds):
+    worlds(2).run(host_memory)
+
+
+def test_a_recomputed_forward_without_contexts_is_refused():
+    x, weights, cos, sin, grad = make(4, 2, 8, 20, 8, 1, False, False, 8)
+    spec = BlockSpec(HeadSchedule(4, 2, 1), rank=0, group=None, head_dim=8, scale=0.4, attention_output="host",
+                     kernel=select("flash", Case("cpu", (0, 0), x.dtype, 8)))
+
+    def block(x):
+        return attention_block(x, Projections(**weights), cos, sin, spec)
+
+    y = torch.utils.checkpoint.checkpoint(block, x.requires_grad_(), use_reentrant=False)
+    with pytest.raises(RuntimeError, match="checkpoint_contexts"):
+        y.backward(grad)
+
+
+def test_contexts_without_checkpointing_are_refused():
+    x, weights, cos, sin, grad = make(4, 2, 8, 20, 8, 1, False, False, 8)
+    spec = BlockSpec(HeadSchedule(4, 2, 1), rank=0, group=None, head_dim=8, scale=0.4,
+                     kernel=select("flash", Case("cpu", (0, 0), x.dtype, 8)))
+    first, _ = checkpoint_contexts()
+    with first:
+        y = attention_block(x.requires_grad_(), Projections(**weights), cos, sin, spec)
+    with pytest.raises(RuntimeError, match="not recomputed"):
+        y.backward(grad)
+
+
+def test_workspace_is_exactly_sized_and_reused():
+    """Forward: k, v, q, attention output and, prepared beside them, the next stage's. Nothing more is kept."""
+    workspace.clear()
+    x, weights, cos, sin, grad = make(8, 2, 8, 20, 24, 1, False, False, 8)
+    spec = BlockSpec(HeadSchedule(8, 2, 1), rank=0, group=None, head_dim=8, scale=0.4,
+                     kernel=select("flash", Case("cpu", (0, 0), x.dtype, 8)))
+    head = 24 * 8 * x.itemsize
+    sizes = []
+    for _ in range(3):
+        y = attention_block(x.requires_grad_(), Projections(**weights), cos, sin, spec)
+        forward = workspace.report()["cpu"]
+        y.backward(grad)
+        sizes.append((forward, workspace.report()["cpu"]))
+    assert len(set(sizes)) == 1 and sizes[0][0] == sizes[0][1] and sizes[0][0] % head == 0
+    assert sizes[0][0] <= 7 * head, sizes
+    kept = {id(b) for buffers in workspace.of(x.device).free.values() for b in buffers}
+    attention_block(x, Projections(**weights), cos, sin, spec)
+    assert kept == {id(b) for buffers in workspace.of(x.device).free.values() for b in buffers}

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,6 +44,11 @@ class UPipeConfig:
         heads_per_stage: U, query heads computed at a time over all P ranks: a multiple of P up to ceil(H/P)*P.
             None: P, the least memory. U >= H is plain Ulysses.
         kernel: attention kernel, "auto" for the fastest that takes the case, or a name from `upipe.kernels`.
+        attention_output: "device" or "host": where the attention output of a checkpointed layer is until its backward.
+            "host" runs attention forward once a step and not twice, for one hidden state a layer of host memory. It needs
+            checkpointing that tells the block so (`upipe.block.checkpoint_contexts`; `upipe train` sees to it).
+        overlap: exchange the next stage's heads while one runs. False: less memory.
+        dx: how the input's gradient is summed over stages: "gemm", accurately, or "bf16", in the model's dtype, with less memory.
         shard_eval: whether `model.eval()` works on shards too. False: in eval the model takes whole sequences on every
             rank and is the plain model.
     """
@@ -50,6 +56,9 @@ class UPipeConfig:
     sp_size: int = 1
     heads_per_stage: int | None = None
     kernel: str = "auto"
+    attention_output: Literal["device", "host"] = "device"
+    overlap: bool = True
+    dx: Literal["gemm", "bf16"] = "gemm"
     shard_eval: bool = True
 
 
@@ -205,6 +214,9 @@ def attention_forward(plain, architecture: models.Architecture):
             offsets=sharding.offsets(kwargs.get("position_ids"), hidden_states.shape[0]),
             window=window,
             softcap=softcap,
+            attention_output=sharding.config.attention_output,
+            overlap=sharding.config.overlap,
+            dx=sharding.config.dx,
         )
         return attention_block(hidden_states, architecture.projections(self), cos, sin, spec), None
 
@@ -464,6 +476,7 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     init_distributed()
     preflight.check_groups(config.sp_size)
     preflight.check_kernel_name(config.kernel)
+    preflight.check_modes(config)
     for module in model.modules():
         if "_upipe" in vars(type(module)) and type(module)._upipe.closed:
             module.__class__ = type(module).__mro__[1]
@@ -475,6 +488,7 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
         preflight.check_attention(name, module, architecture)
         preflight.check_hooks(name, module, architecture)
         preflight.check_kernel_for(config.kernel, module, architecture)
+        preflight.check_dx(config.dx, type(module).__name__, architecture)
         preflight.check_schedule(*architecture.heads(module), config.sp_size, config.heads_per_stage)
 
     sharding = Sharding(config, SequenceParallelGroups(config.sp_size))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from upipe.block import checkpoint_contexts
 from upipe.config import ConfigError, FileOrName, Length
 from upipe.presets import preset_shapes
 
@@ -200,11 +201,15 @@ def _in_training(model: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def enable_checkpointing(model: nn.Module, *, reentrant: bool) -> None:
-    """Recompute every decoder layer in the backward pass. transformers 5.24 renamed the method; both names work."""
+    """Recompute every decoder layer in the backward pass. transformers 5.24 renamed the method; both names work.
+
+    The non-reentrant form also tells attention blocks which forward is the first of its call.
+    """
+    options = {"use_reentrant": reentrant} | ({} if reentrant else {"context_fn": checkpoint_contexts})
     if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.activation_checkpointing_enable(options)
     else:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.gradient_checkpointing_enable(options)
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -64,7 +64,7 @@ class SequenceParallelGroups:
     def _own(self, ranks_of_groups: list[range], rank: int) -> dist.ProcessGroup:
         mine = None
         for ranks in ranks_of_groups:
-            group = dist.new_group(list(ranks))
+            group = dist.new_group(list(ranks), pg_options=_options())
             if rank in ranks:
                 mine = group
         self._owned.append(mine)
@@ -138,6 +138,14 @@ class SequenceParallelGroups:
         return dist.get_rank()
 
 
+def _options():
+    """On NCCL a stream of high priority: an exchange that starts beside an attention kernel then gets the first processors
+    that come free, and not those that the kernel leaves at its end."""
+    if dist.get_backend() != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
 def all_to_all(send: torch.Tensor, send_sizes: list[int], recv_sizes: list[int], group) -> torch.Tensor:
     """Exchange uneven pieces of a flat buffer.
 
@@ -152,5 +160,20 @@ def all_to_all(send: torch.Tensor, send_sizes: list[int], recv_sizes: list[int],
     if len(send_sizes) == 1:
         return send
     recv = send.new_empty(sum(recv_sizes))
-    dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group)
+    exchange(send, recv, send_sizes, recv_sizes, group)
     return recv
+
+
+def exchange(send: torch.Tensor, recv: torch.Tensor, send_sizes: list[int], recv_sizes: list[int], group, asynchronous: bool = False):
+    """Exchange uneven pieces of flat buffers of the caller's.
+
+    Args:
+        send, recv: 1-D and apart in memory: pieces for, and from, ranks 0..P-1 end to end; P > 1.
+        send_sizes, recv_sizes: elements of each piece; zeros are allowed.
+        group: a process group of P ranks.
+        asynchronous: only begin. Both buffers must be left alone until the result's `wait()`.
+
+    Returns:
+        The work to wait for, None where it is done (on a GPU: where the current stream waits for it already).
+    """
+    return dist.all_to_all_single(recv, send, recv_sizes, send_sizes, group=group, async_op=asynchronous)

@@ -58,6 +58,22 @@ def check_kernel(name: str, case: kernels.Case) -> kernels.Kernel:
         raise PreflightError(str(error)) from None
 
 
+def check_modes(config) -> None:
+    """The settings of `apply.UPipeConfig` that say how the block walks its stages."""
+    for name, works in (("attention_output", ("device", "host")), ("dx", ("gemm", "bf16")), ("overlap", (True, False))):
+        value = getattr(config, name)
+        if value not in works:
+            raise PreflightError(f"{name}={value!r}: use one of {works}")
+
+
+def check_dx(dx: str, name: str, architecture: models.Architecture) -> None:
+    if dx == "bf16" and architecture.norm_width == "full":
+        raise PreflightError(
+            f'dx="bf16" with {name}, whose q/k norm runs over all heads: a head\'s gradient is not known before the last one\'s. '
+            'Use dx="gemm"'
+        )
+
+
 def check_config(config) -> None:
     """A Hugging Face config, before or after the model exists.
 

@@ -51,6 +51,13 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     upipe: UPipeConfig = field(default_factory=UPipeConfig)
 
+    def __post_init__(self):
+        if self.upipe.attention_output == "host" and self.model.checkpointing != "non-reentrant":
+            raise ValueError(
+                f"upipe.attention_output=host with model.checkpointing={self.model.checkpointing}: it is kept for the recomputed "
+                "forward of a checkpointed layer; set model.checkpointing: non-reentrant"
+            )
+
 
 class Interrupted(Exception):
     """The run was told to end by a signal, and did so after writing a checkpoint. The message names both."""

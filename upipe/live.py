@@ -1,0 +1,136 @@
+"""Counting live memory without a device: every tensor storage that lives while a function runs, on the meta device.
+
+The real code runs, on tensors that have shapes and no values, so a count takes milliseconds at any length. It sees what
+torch allocates through operators. Not counted: what a kernel takes inside itself (the attention kernels' is stood in for
+by `SimulatedAttention`, from their measured `backward_bytes`), the CUDA context, NCCL, fragmentation.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from upipe import workspace
+from upipe.kernels import Case, Kernel
+
+BUFFERS = "idle stage buffers"
+
+
+class LiveStorages(TorchDispatchMode):
+    """Count the bytes of storages on the meta device that were made inside and are alive.
+
+        with LiveStorages() as live:
+            function()
+        live.peak, live.at_peak
+
+    Attributes:
+        now, peak: bytes.
+        at_peak: bytes by what they are, when the peak was reached: stage buffers of the workspace by their role, other
+            storages by the line that made them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.at_peak: Counter[str] = Counter()
+        self._live: dict[int, tuple[int, str]] = {}
+        self._known: set[int] = set()
+
+    def know(self, *tensors: torch.Tensor) -> None:
+        """Tensors whose memory is the caller's: never counted."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._known.add(storage._cdata)
+
+    def start(self) -> None:
+        """Begin a new peak from what lives now."""
+        self.peak = self.now
+        self.at_peak = self._by_line()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf)
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live or key in self._known:
+            return
+        size = storage.nbytes()
+        self._live[key] = size, _line()
+        weakref.finalize(storage, self._gone, key)
+        self.now += size
+        if self.now > self.peak:
+            self.peak = self.now
+            self.at_peak = self._by_line()
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._live.pop(key)[0]
+
+    def _by_line(self) -> Counter[str]:
+        lines: Counter[str] = Counter()
+        for size, line in self._live.values():
+            lines[line] += size
+        roles = +workspace.of(torch.device("meta")).roles
+        lines[BUFFERS] -= roles.total()
+        return +lines + roles
+
+
+def _line() -> str:
+    """The innermost line outside of torch and of this file; the workspace's buffers go by roles."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path == workspace.__file__:
+            return BUFFERS
+        if path != __file__ and "/torch/" not in path:
+            return f"{Path(path).name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "?"
+
+
+class SimulatedAttention(Kernel):
+    """Stands for a kernel: allocates what it allocates and computes nothing.
+
+    Args:
+        of: the kernel. Its backward must have been measured (`Kernel.backward_bytes`).
+    """
+
+    def __init__(self, of: Kernel) -> None:
+        self.of = of
+        self.name = f"simulated {of.name}"
+        self.writes_gradients, self.dq_over_out = of.writes_gradients, of.dq_over_out
+
+    def declines(self, case: Case) -> str | None:
+        return None
+
+    def forward(self, q, k, v, scale, offsets=None, window=None, softcap=None, out=None):
+        lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        # Only a kernel that writes where it is told makes no output of its own.
+        got = None if out is not None and self.writes_gradients else torch.empty_like(q)
+        return (got if out is None else out), lse
+
+    def backward(self, grad, q, k, v, out, lse, scale, offsets=None, window=None, softcap=None, dq=None, dk=None, dv=None):
+        _, S, h, d = q.shape
+        held = self.of.backward_bytes(S, h, k.shape[2], d)
+        if held is None:
+            raise ValueError(f"what {self.of.name}'s backward holds with {h} query and {k.shape[2]} kv heads has not been measured")
+        if self.writes_gradients:
+            workspace = q.new_empty(held, dtype=torch.uint8)
+            del workspace
+            return dq, dk, dv
+        made = [torch.empty_like(t) for t in (q, k, v)]
+        workspace = q.new_empty(max(0, held - sum(t.numel() * t.itemsize for t in made)), dtype=torch.uint8)
+        del workspace
+        return (made[0] if dq is None else dq), made[1], made[2]
