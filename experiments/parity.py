@@ -32,7 +32,7 @@ import torch.distributed as dist
 import transformers
 
 import upipe
-from upipe import kernels, models, records
+from upipe import kernels, models, records, workspace
 from upipe.config import ConfigError
 from upipe.environment import code, environment
 from upipe.records import Record
@@ -224,6 +224,50 @@ def run_case(kind, heads, kv_heads, head_dim, kernel, dtype, scope, tokens, batc
     )
 
 
+def run_repeats(kernel, tokens, repeats, device) -> Record:
+    """The sharded block again and again on one input, stages overlapping, from a workspace full of NaN each time.
+
+    With a kernel that has a deterministic order (asked for by torch.use_deterministic_algorithms) every repeat must give the
+    first one's bits. Of the others the spread must be within that of the same block one stage at a time.
+    """
+    world, start = dist.get_world_size(), time.perf_counter()
+    chosen = kernels.select(kernel, kernels.Case.of(torch.empty(0, dtype=torch.bfloat16, device=device), 128))
+    typed = cast(build("llama", 8, 2, 128, 1, seed=0), torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, tokens // world * world, typed.config.hidden_size)
+    x, grad = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+    positions = torch.arange(shape[1], device=device)[None]
+
+    def spread(overlap: bool) -> float:
+        config = upipe.UPipeConfig(sp_size=world, kernel=kernel, overlap=overlap)
+        worst, first = 0.0, None
+        for _ in range(repeats):
+            workspace.poison()
+            got, _ = sharded_block(typed, x, grad, positions, config, device)
+            first = first or got
+            worst = max(worst, *((got[n] - first[n]).norm().item() / first[n].norm().item() for n in first))
+        return worst
+
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(chosen.deterministic != "unknown", warn_only=True)
+    try:
+        with_overlap = spread(True)
+        without = spread(False) if chosen.deterministic == "unknown" else 0.0
+    finally:
+        torch.use_deterministic_algorithms(before)
+    return Record(
+        experiment="parity", method="upipe", model="llama", layers=1, tokens=tokens, sp=world, ring=1, dp=1, heads_per_stage=world,
+        kernel=chosen.name, attention_output="device", overlap=True, offload="none", dtype="bfloat16",
+        extra={
+            "point": f"repeat-{kernel}-{tokens}x{repeats}", "scope": "repeat", "heads": 8, "kv_heads": 2, "head_dim": 128,
+            "batches": repeats, "kernels": [chosen.name], "deterministic": chosen.deterministic,
+            "passed": with_overlap <= 1.5 * without, "worst": "any", "worst_plain_error": without, "worst_error": with_overlap,
+            "median_plain_error": without, "median_error": with_overlap, "loss_plain_error": 0.0, "loss_error": 0.0,
+            "seconds": round(time.perf_counter() - start, 2),
+        },
+    )
+
+
 CASES = [
     ("llama", 8, 2, 128, None),
     ("llama", 8, 2, 64, 8),
@@ -271,7 +315,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--cases", type=int, default=None, help="run only the first so many cases")
-    parser.add_argument("--scopes", nargs="+", default=["block", "model"], choices=["block", "model"])
+    parser.add_argument("--scopes", nargs="+", default=["block", "model"], choices=["block", "model", "repeat"])
+    parser.add_argument("--repeats", type=int, default=20, help="of scope repeat, which looks for races (default: %(default)s)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--results", default="experiments/results", metavar="DIR", help="where parity.jsonl is (default: %(default)s)")
     parser.add_argument("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
@@ -290,6 +335,13 @@ def main(arguments: list[str] | None = None) -> int:
     run_id = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(3)
     failed = 0
     for kernel, scope in itertools.product(options.kernels, options.scopes):
+        if scope == "repeat":
+            record = run_repeats(kernel, options.tokens, options.repeats, device)
+            failed += not record.extra["passed"]
+            if lead:
+                report(record)
+                records.append(record.updated({"run_id": run_id, **environment(command, options.commit, gpus=gpus)}), options.results)
+            continue
         for kind, heads, kv_heads, head_dim, width in (CASES + BLOCK_CASES * (scope == "block"))[: options.cases]:
             reason = declined(kernel, kind, head_dim, getattr(torch, options.dtype), device)
             if reason is not None:

@@ -331,20 +331,19 @@ def test_contexts_without_checkpointing_are_refused():
 
 
 def test_workspace_is_exactly_sized_and_reused():
-    """Forward: k, v, q, attention output and, prepared beside them, the next stage's. Nothing more is kept."""
+    """A forward keeps whole heads of the sequence, the same buffers for every call; a result that is a graph's has their room."""
     workspace.clear()
     x, weights, cos, sin, grad = make(8, 2, 8, 20, 24, 1, False, False, 8)
     spec = BlockSpec(HeadSchedule(8, 2, 1), rank=0, group=None, head_dim=8, scale=0.4,
-                     kernel=select("flash", Case("cpu", (0, 0), x.dtype, 8)))
-    head = 24 * 8 * x.itemsize
-    sizes = []
+                     kernel=select("reference", Case("cpu", (0, 0), x.dtype, 8)))
+    space, head = workspace.of(x.device), 24 * 8 * x.itemsize
+    kept = []
     for _ in range(3):
-        y = attention_block(x.requires_grad_(), Projections(**weights), cos, sin, spec)
-        forward = workspace.report()["cpu"]
-        y.backward(grad)
-        sizes.append((forward, workspace.report()["cpu"]))
-    assert len(set(sizes)) == 1 and sizes[0][0] == sizes[0][1] and sizes[0][0] % head == 0
-    assert sizes[0][0] <= 7 * head, sizes
-    kept = {id(b) for buffers in workspace.of(x.device).free.values() for b in buffers}
-    attention_block(x, Projections(**weights), cos, sin, spec)
-    assert kept == {id(b) for buffers in workspace.of(x.device).free.values() for b in buffers}
+        with torch.no_grad():
+            attention_block(x, Projections(**weights), cos, sin, spec)
+        kept.append({id(b) for buffers in space.free.values() for b in buffers})
+        assert workspace.report()["cpu"] == sum(b.raw.numel() for buffers in space.free.values() for b in buffers)
+    assert kept[0] == kept[1] == kept[2]
+    assert 0 < space.bytes <= 25 * head and all(size % head == 0 for size in space.free)
+    attention_block(x.requires_grad_(), Projections(**weights), cos, sin, spec).backward(grad)
+    assert space.bytes <= 5 * head

@@ -31,6 +31,7 @@ from upipe.kernels import Offsets
 from upipe.loader import AdaptedLoader, ShardedLoader
 from upipe.preflight import PreflightError
 from upipe.schedule import HeadSchedule
+from upipe.tiled import tiled_loss_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ class UPipeConfig:
     Args:
         sp_size: P, processes that share a sequence; a divisor of the world size. 1 works: heads still go in groups.
         heads_per_stage: U, query heads computed at a time over all P ranks: a multiple of P up to ceil(H/P)*P.
-            None: P, the least memory. U >= H is plain Ulysses.
+            None: P, the least memory. U >= H is plain Ulysses. A forward takes up to 4U at a time where that needs no more
+            memory than the backward.
         kernel: attention kernel, "auto" for the fastest that takes the case, or a name from `upipe.kernels`.
         attention_output: "device" or "host": where the attention output of a checkpointed layer is until its backward.
             "host" runs attention forward once a step and not twice, for one hidden state a layer of host memory. It needs
@@ -351,7 +353,7 @@ class Handle:
             raise PreflightError("this handle was removed: call upipe.apply again")
 
     def loss(self, engine, batch: dict) -> torch.Tensor:
-        """Forward pass and loss of one sharded micro-batch.
+        """Forward pass and loss of one sharded micro-batch. With a tiled loss on the model (`upipe.tiled`) it comes from there.
 
         Args:
             engine: the DeepSpeed engine (then `engine.backward(loss)` gives the window's mean-token-loss gradient in
@@ -365,9 +367,13 @@ class Handle:
             window's micro-batches is).
         """
         self.check(engine, batch)
-        outputs = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-        logits = preflight.check_logits(getattr(outputs, "logits", None), batch["shift_labels"], type(self.model).__name__)
-        local = loss.token_loss_sum(logits, batch["shift_labels"])
+        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+        if tiled_loss_of(self.model) is not None:
+            local = engine(**inputs, shift_labels=batch["shift_labels"]).loss
+        else:
+            logits = getattr(engine(**inputs), "logits", None)
+            logits = preflight.check_logits(logits, batch["shift_labels"], type(self.model).__name__)
+            local = loss.token_loss_sum(logits, batch["shift_labels"])
         return loss.global_loss(local, batch["num_valid"], batch["accumulation"], loss.gradient_scale(engine))
 
     def check(self, engine, batch: dict | None = None) -> None:
@@ -427,12 +433,16 @@ class Handle:
             logger.warning("%s: set stage3_max_live_parameters to about %.1e for the least memory", note, 1.2 * self._layer_numel)
 
     def report(self) -> str:
-        """What was patched, the head schedule, the kernels that ran."""
+        """What was patched, the head schedule, the kernels that ran, and what else of the memory stack is on the model."""
+        c = self.config
+        others = {id(part): part for m in self.model.modules() for part in _stack_parts(m)}
         lines = [
             f"UPipe on {type(self.model).__name__}: {self._layers} attention layers, "
             f"sequence parallel {self.sp_size} x data parallel {self.dp_size}",
             *(schedule.describe() for schedule in self._sharding.schedules.values()),
             *(f"attention kernel: {name} ({case})" for case, name in self.kernels.items()),
+            f"attention output on the {c.attention_output}, exchange {'' if c.overlap else 'not '}overlapped, dx by {c.dx}",
+            *(part.report() for part in others.values()),
             *self._notes,
         ]
         return "\n".join(lines)
@@ -509,6 +519,11 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     if ds_config is not None:
         handle._note_live_layers(json.loads(Path(ds_config).read_text()) if isinstance(ds_config, str) else ds_config)
     return handle
+
+
+def _stack_parts(module: nn.Module) -> list:
+    """Handles of what else was put on a module: tiling, checkpointing."""
+    return [vars(cls)[name] for cls in type(module).__mro__ for name in ("_tiling", "_checkpointing") if name in vars(cls)]
 
 
 def _layer_of(model: nn.Module, attention_name: str) -> nn.Module:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -52,7 +52,7 @@ class BlockSpec:
     """What a block computes besides its tensors.
 
     Args:
-        schedule: head schedule over the P ranks of `group`.
+        schedule: head schedule over the P ranks of `group`, a backward's; a forward's is `forward_schedule`.
         rank: this process's rank in `group`.
         group: process group (None with P = 1).
         kernel: attention kernel.
@@ -94,6 +94,24 @@ class BlockSpec:
                 'dx="bf16" needs the gradient of one head without the others, which a q/k norm over all heads does not give: '
                 'use dx="gemm"'
             )
+
+    @property
+    def forward_schedule(self) -> HeadSchedule:
+        """That of a forward: its stages may be up to four times as wide as a backward's where they need no more memory.
+
+        Fewer, larger exchanges and products, and calls that share kv heads. Each rank has the same heads either way. With
+        w heads a stage and n kv heads a forward takes about 4w + 5n stage buffers, a backward 17w and what it keeps of dk
+        and dv (counted with `experiments.live`).
+        """
+        if not self.overlap or self.dx == "bf16":
+            return self.schedule
+        sched, w = self.schedule, self.schedule.width
+        kept = 2 * (-(-sched.kv_heads // sched.ranks) - 1)
+        for factor in (4, 2):
+            wide = factor * w
+            if wide <= sched.max_load and 4 * wide + 5 * -(-wide // sched.group) <= 17 * w + kept:
+                return replace(sched, heads_per_stage=wide * sched.ranks)
+        return sched
 
     @property
     def mask(self) -> dict:
@@ -181,7 +199,7 @@ def attention_block(
 class _AttentionBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec, graph, cos, sin, x, *params):
-        run = _Run(spec, Projections(*params), x, cos, sin)
+        run = _Run(spec, spec.forward_schedule, Projections(*params), x, cos, sin)
         calls, first = _checkpoint.calls, _checkpoint.calls is not None and _checkpoint.first
         to_host = spec.attention_output == "host"
         if to_host and calls is None and torch._C._current_graph_task_id() != -1:
@@ -222,7 +240,7 @@ class _AttentionBlock(torch.autograd.Function):
             raise RuntimeError(
                 "backward of a first forward under checkpoint_contexts that was not recomputed: they are for checkpointed functions"
             )
-        run = _Run(ctx.spec, Projections(*rest), x, cos, sin)
+        run = _Run(ctx.spec, ctx.spec.schedule, Projections(*rest), x, cos, sin)
         with run.space.call(forward=False):
             copy = None
             if ctx.copy is not None and not ctx.copy.freed:
@@ -384,10 +402,12 @@ class _Heads(_Transit):
 class _Run:
     """One pass over the stages. Lives for one forward or one backward."""
 
-    def __init__(self, spec: BlockSpec, weights: Projections, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor):
-        self.spec, self.w, self.sched, self.d = spec, weights, spec.schedule, spec.head_dim
+    def __init__(
+        self, spec: BlockSpec, schedule: HeadSchedule, weights: Projections, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        self.spec, self.w, self.sched, self.d = spec, weights, schedule, spec.head_dim
         self.B, self.L, self.D = x.shape
-        self.N, self.P = self.B * self.L, spec.schedule.ranks
+        self.N, self.P = self.B * self.L, schedule.ranks
         self.dtype = x.dtype
         self.x = self.to_rows(x)
         self.cos, self.sin = (t.expand(self.B, -1, -1).transpose(0, 1).reshape(self.N, 1, -1) for t in (cos, sin))
@@ -496,11 +516,15 @@ class _Run:
                 finish_heads(source[:, part], cos, sin, out=piece, bias=None if bias is None else bias[part], **options)
         return self.ship(send, rows, heads)
 
-    def send_buffer(self, slot: int) -> Buffer:
-        """The buffer that the last exchange to heads has left."""
+    def settle_sending(self) -> None:
+        """Wait for the last exchange to heads and give back the buffer that it was sent from."""
         if self.sending is not None:
             self.sending.arrive()
             self.sending = None
+
+    def send_buffer(self, slot: int) -> Buffer:
+        """The buffer that the last exchange to heads has left."""
+        self.settle_sending()
         return self.take("send", slot)
 
     def ship(self, send: Buffer, recv: Buffer, heads: list[range]) -> _Heads:
@@ -537,9 +561,11 @@ class _Run:
             v = self.to_heads(rows, heads, self.kv_slot, self.w.bv)
             resident[stage] = k, v, heads[self.spec.rank].start
 
-    def send_q(self, stage: int) -> _Heads:
+    def send_q(self, stage: int, meanwhile=None) -> _Heads:
         heads = self.q_heads(stage)
         rows = self.product("q", self.x, self.wq, heads, self.q_slot)
+        if meanwhile is not None:
+            meanwhile()
         return self.to_heads(rows, heads, self.q_slot, self.w.bq, self.q_norm, rotate=True)
 
     @staticmethod
@@ -562,26 +588,28 @@ class _Run:
             yield call, slice(first, first + call.q_count), slice(own_first, own_first + call.q_count)
 
     def walk(self, prepare, compute, finish) -> None:
-        """Run the stages. prepare(stage) starts what a stage needs; compute(stage, prepared) runs attention and returns what
-        is on its way back; finish(that) puts it in place."""
+        """Run the stages. prepare(stage, meanwhile) starts what a stage needs, and may call meanwhile() when the time has come
+        to finish the stage before; compute(stage, prepared) runs attention and returns what is on its way back;
+        finish(that) puts it in place."""
         last, returning = self.sched.stages - 1, None
-        ready = prepare(0)
-        for stage in range(last + 1):
-            following = prepare(stage + 1) if self.spec.overlap and stage < last else None
-            # Short work between the last exchange and the kernel, which would leave the exchange no room to start.
+
+        def meanwhile() -> None:
+            nonlocal returning
             if returning is not None:
-                finish(returning)
+                thing, returning = returning, None
+                finish(thing)
+
+        ready = prepare(0, meanwhile)
+        for stage in range(last + 1):
+            following = prepare(stage + 1, meanwhile) if self.spec.overlap and stage < last else None
+            meanwhile()
             returning = compute(stage, ready)
             if not self.spec.overlap:
-                finish(returning)
-                returning = None
-                following = prepare(stage + 1) if stage < last else None
+                meanwhile()
+                following = prepare(stage + 1, meanwhile) if stage < last else None
             ready = following
-        if returning is not None:
-            finish(returning)
-        if self.sending is not None:
-            self.sending.arrive()
-            self.sending = None
+        meanwhile()
+        self.settle_sending()
 
     # Forward
 
@@ -594,23 +622,30 @@ class _Run:
         resident: dict = {}
         copying: list = []
 
-        def prepare(stage):
+        def prepare(stage, meanwhile):
+            settle()
+            self.settle_sending()
             self.send_kv(stage, resident)
-            return self.send_q(stage)
+            # The stage before comes home under the product, and leaves its buffers to this one's exchange.
+            return self.send_q(stage, meanwhile)
 
         def compute(stage, q):
             mine = len(self.q_heads(stage)[spec.rank])
-            sent = self.take("attention output", self.q_slot)
-            heads_q, heads_out = q.tensor(), self.as_heads(sent, mine)
+            heads_q, sent = q.tensor(), self._own_result(stage, q, resident, lse)
+            if sent is None:
+                sent = self.take("attention output", self.q_slot)
+                attend(stage, heads_q, self.as_heads(sent, mine))
+            self.space.give(q.arrive())
+            self.release(stage, resident)
+            return stage, self.to_rows_of("returned attention output", sent, self.q_heads(stage), self.q_slot)
+
+        def attend(stage, heads_q, heads_out):
             for call, part, own_part in self.calls(stage):
                 k, v = self.kv_of(call, resident)
                 own_out, own_lse = heads_out[:, :, part], lse[:, own_part]
                 _, own_lse[:] = spec.kernel.forward(heads_q[:, :, part], k, v, spec.scale, **spec.mask, out=own_out)
                 if self.w.sinks is not None:
                     self._add_sinks(own_out, own_lse, self.w.sinks[call.q_first : call.q_first + call.q_count])
-            self.space.give(q.arrive())
-            self.release(stage, resident)
-            return stage, self.to_rows_of("returned attention output", sent, self.q_heads(stage), self.q_slot)
 
         def finish(returned):
             stage, transit = returned
@@ -638,6 +673,18 @@ class _Run:
             _wait(event)
         return out, lse
 
+    def _own_result(self, stage: int, q: _Heads, resident: dict, lse: torch.Tensor) -> Buffer | None:
+        """Run the stage with a kernel that makes its own output, where that can be sent as it is; None where it cannot."""
+        kernel, calls = self.spec.kernel, list(self.calls(stage))
+        if kernel.writes_gradients or len(calls) != 1 or self.w.sinks is not None or self.spec.offsets is not None:
+            return None
+        (call, _, own_part), (k, v) = calls[0], self.kv_of(calls[0][0], resident)
+        got, own_lse = kernel.forward(q.tensor(), k, v, self.spec.scale, **self.spec.mask)
+        lse[:, own_part] = own_lse
+        memory = got.transpose(0, 1)
+        memory = memory if memory.is_contiguous() else memory.contiguous()
+        return Buffer(memory.view(-1).view(torch.uint8), pooled=False)
+
     def _add_sinks(self, out, lse, sinks) -> None:
         """Put one more logit a head into the softmax's denominator, in place. out: [B, S, h, d], lse: [B, h, S]."""
         before = lse.clone()
@@ -651,6 +698,8 @@ class _Run:
         """y [N, D] of the attention output [N, H, d]. over: write it over the attention output, if it fits."""
         width = self.sched.heads * self.d
         over = over and width >= self.D
+        if not over:
+            self.space.release_idle()
         y = _front(out, self.N, self.D) if over else out.new_empty(self.N, self.D)
         tile = out.new_empty(min(ROW_TILE, self.N), width) if over else None
         for rows in self.tiles():
@@ -742,7 +791,9 @@ class _Run:
         resident: dict = {}
         gradients: dict[int, _KvGradients] = {}
 
-        def prepare(stage):
+        def prepare(stage, meanwhile):
+            # What the stage before sends back is put in place after this, between the last exchange and the kernel, which
+            # would leave the exchange no processor to start on.
             heads = self.q_heads(stage)
             if self.P == 1:
                 o = _Heads(self, b := self.take("attention output", slot), b, None, len(heads[0]))

@@ -19,13 +19,18 @@ import torch
 
 
 class Buffer:
-    """Bytes of one size. `view` reads them as a tensor that begins at the first byte. `role`: what they are used for."""
+    """Bytes of one size. `view` reads them as a tensor that begins at the first byte.
 
-    __slots__ = ("raw", "role")
+    Args:
+        raw: [bytes] uint8.
+        pooled: whether a workspace takes it back; False for memory of another's.
+        role: what it is used for now.
+    """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.raw = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.role = ""
+    __slots__ = ("raw", "pooled", "role")
+
+    def __init__(self, raw: torch.Tensor, pooled: bool = True, role: str = "") -> None:
+        self.raw, self.pooled, self.role = raw, pooled, role
 
     def view(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         numel = math.prod(shape)
@@ -55,11 +60,13 @@ class Workspace:
         self._most[nbytes] = max(self._most[nbytes], self._out[nbytes])
         self.roles[role] += nbytes
         free = self.free.get(nbytes)
-        buffer = free.pop() if free else Buffer(nbytes, self.device)
+        buffer = free.pop() if free else Buffer(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
         buffer.role = role
         return buffer
 
     def give(self, buffer: Buffer) -> None:
+        if not buffer.pooled:
+            return
         size = buffer.raw.numel()
         self._out[size] -= 1
         self.roles[buffer.role] -= size
