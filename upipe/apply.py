@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from upipe import kernels, loss, models, preflight
+from upipe import kernels, loss, models, preflight, stage_width
 from upipe.block import BlockSpec, attention_block
 from upipe.comm import SequenceParallelGroups, init_distributed
 from upipe.kernels import Offsets
@@ -43,8 +43,9 @@ class UPipeConfig:
     Args:
         sp_size: P, processes that share a sequence; a divisor of the world size. 1 works: heads still go in groups.
         heads_per_stage: U, query heads computed at a time over all P ranks: a multiple of P up to ceil(H/P)*P.
-            None: P, the least memory. U >= H is plain Ulysses. A forward takes up to 4U at a time where that needs no more
-            memory than the backward.
+            None: P, the least memory. U >= H is plain Ulysses. "auto": the smallest within 2 % of the fastest one for the
+            sequence's length on this GPU, where that was measured (`upipe.stage_width`). A forward takes up to 4U at a time
+            where that needs no more memory than the backward.
         kernel: attention kernel, "auto" for the fastest that takes the case, or a name from `upipe.kernels`.
         attention_output: "device" or "host": where the attention output of a checkpointed layer is until its backward.
             "host" runs attention forward once a step and not twice, for one hidden state a layer of host memory. It needs
@@ -56,7 +57,7 @@ class UPipeConfig:
     """
 
     sp_size: int = 1
-    heads_per_stage: int | None = None
+    heads_per_stage: int | Literal["auto"] | None = None
     kernel: str = "auto"
     attention_output: Literal["device", "host"] = "device"
     overlap: bool = True
@@ -70,7 +71,8 @@ class Sharding:
     def __init__(self, config: UPipeConfig, groups: SequenceParallelGroups) -> None:
         self.config, self.groups, self.closed = config, groups, False
         self.kernels: dict[kernels.Case, kernels.Kernel] = {}
-        self.schedules: dict[tuple[int, int], HeadSchedule] = {}
+        self.schedules: dict[tuple, HeadSchedule] = {}
+        self._widths: dict[tuple[int, int, str], int] = {}
         self._offsets = WeakTensorKeyDictionary()
         self._frequencies: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
 
@@ -101,18 +103,30 @@ class Sharding:
                 "shard_eval=False all must be in one mode; use shard_eval=True or model.train()/model.eval()"
             )
 
-    def schedule(self, heads: int, kv_heads: int) -> HeadSchedule:
-        if (heads, kv_heads) not in self.schedules:
-            self.schedules[heads, kv_heads] = preflight.check_schedule(
-                heads, kv_heads, self.config.sp_size, self.config.heads_per_stage
-            )
-        return self.schedules[heads, kv_heads]
+    def schedule(self, heads: int, kv_heads: int, tokens: int | None = None, kernel: str = "") -> HeadSchedule:
+        """tokens, kernel: of the sequences now, from which heads_per_stage="auto" chooses; without them it is the narrowest."""
+        width = self.config.heads_per_stage
+        if width == "auto":
+            width = None if tokens is None else self._width(tokens, heads, kernel)
+        width = self.config.sp_size if width is None else width
+        if (heads, kv_heads, width) not in self.schedules:
+            self.schedules[heads, kv_heads, width] = preflight.check_schedule(heads, kv_heads, self.config.sp_size, width)
+        return self.schedules[heads, kv_heads, width]
+
+    def _width(self, tokens: int, heads: int, kernel: str) -> int:
+        key = tokens, heads, kernel
+        if key not in self._widths:
+            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+            self._widths[key], why = stage_width.choose(tokens, self.config.sp_size, heads, gpu, kernel)
+            if dist.get_rank() == 0:
+                logger.info("heads_per_stage: auto is %d for %d tokens with %s (%s)", self._widths[key], tokens, kernel, why)
+        return self._widths[key]
 
     def kernel(self, case: kernels.Case) -> kernels.Kernel:
         if case not in self.kernels:
             self.kernels[case] = preflight.check_kernel(self.config.kernel, case)
             if dist.get_rank() == 0:
-                logger.info("attention kernel: %s (%s)", self.kernels[case].name, case)
+                logger.info("attention kernel: %s (%s)", self.kernels[case], case)
         return self.kernels[case]
 
     def offsets(self, position_ids: torch.Tensor | None, batch: int) -> Offsets | None:
@@ -203,11 +217,13 @@ def attention_forward(plain, architecture: models.Architecture):
         preflight.check_autocast(hidden_states.device.type)
         cos, sin = architecture.angles(position_embeddings)
         window, softcap = architecture.window(self), architecture.softcap_of(self)
+        kernel = sharding.kernel(kernels.Case.of(hidden_states, self.head_dim, window is not None, softcap is not None))
+        tokens = hidden_states.shape[1] * sharding.config.sp_size
         spec = BlockSpec(
-            schedule=sharding.schedule(*architecture.heads(self)),
+            schedule=sharding.schedule(*architecture.heads(self), tokens, kernel.name),
             rank=sharding.groups.sp_rank,
             group=sharding.groups.sp_group,
-            kernel=sharding.kernel(kernels.Case.of(hidden_states, self.head_dim, window is not None, softcap is not None)),
+            kernel=kernel,
             head_dim=self.head_dim,
             scale=self.scaling,
             norm_eps=architecture.norm_eps(self),

@@ -38,16 +38,16 @@ def check_groups(sp_size: int) -> None:
         raise PreflightError(f"sp_size={sp_size} does not divide the world of {world} processes: use one of {works}")
 
 
-def check_schedule(heads: int, kv_heads: int, sp_size: int, heads_per_stage: int | None) -> HeadSchedule:
+def check_schedule(heads: int, kv_heads: int, sp_size: int, heads_per_stage: int | str | None) -> HeadSchedule:
     try:
-        return HeadSchedule(heads, kv_heads, sp_size, heads_per_stage)
+        return HeadSchedule(heads, kv_heads, sp_size, None if heads_per_stage == "auto" else heads_per_stage)
     except ValueError as error:
         raise PreflightError(str(error)) from None
 
 
 def check_kernel_name(name: str) -> None:
     if name != "auto" and name not in kernels.names():
-        raise PreflightError(f"kernel={name!r} is unknown: use auto, {', '.join(kernels.names())}")
+        raise PreflightError(f"kernel={name!r} is unknown: use auto, {kernels.described()}")
 
 
 def check_kernel(name: str, case: kernels.Case) -> kernels.Kernel:
