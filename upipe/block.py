@@ -624,7 +624,9 @@ class _Run:
 
         def prepare(stage, meanwhile):
             settle()
-            self.settle_sending()
+            if stage > 1:
+                # Long over by now, under a kernel. The first stage's queries travel under the second's products.
+                self.settle_sending()
             self.send_kv(stage, resident)
             # The stage before comes home under the product, and leaves its buffers to this one's exchange.
             return self.send_q(stage, meanwhile)
