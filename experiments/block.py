@@ -311,6 +311,7 @@ class Bench:
                 "heads": block.H, "kv_heads": block.K, "head_dim": block.d, "inputs_gib": inputs.nbytes / 2**30,
                 "weights_gib": block.weights_nbytes / 2**30, "workspace_bytes": values["workspace_bytes"],
                 "dx_difference": values["dx_difference"], "profile": values.get("profile"),
+                "alloc_conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"),
             },
         )
         if seconds:

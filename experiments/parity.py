@@ -308,7 +308,7 @@ def report(record: Record) -> None:
     )
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="+", default=["auto"], choices=["auto", *kernels.names()])
     parser.add_argument("--tokens", type=int, default=4096)
@@ -320,7 +320,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--results", default="experiments/results", metavar="DIR", help="where parity.jsonl is (default: %(default)s)")
     parser.add_argument("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
     try:
         code(options.commit)
     except ConfigError as error:

@@ -5,18 +5,20 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from experiments import block, block_methods, block_report, block_trace
+from experiments import block, block_methods, block_report, block_trace, parity
 from experiments.block_methods import Block, Inputs, Mode
 from upipe import kernels, records
 from upipe.config import ConfigError
@@ -415,3 +417,22 @@ def test_plot(tmp_path):
     assert "time over Ulysses" in (tmp_path / "all.svg").read_text() or (tmp_path / "all.svg").stat().st_size > 1000
     with pytest.raises(ValueError, match="nothing to draw"):
         block_plot.draw([base | {"scope": "kernel"}], str(tmp_path / "none.svg"))
+
+
+@pytest.mark.parametrize("part", ["exact", "256K", "512K", "widths", "others"])
+def test_the_script_s_commands_are_understood(tmp_path, part):
+    """experiments/block-2gpu.sh with launchers that only write down what they were to run."""
+    log = tmp_path / "log"
+    for name in ("torchrun", "python"):
+        stand_in = tmp_path / name
+        stand_in.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+        stand_in.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", Path(block.__file__).with_name("block-2gpu.sh"), part, "--results", "out"], check=True, env=environment)
+    for line in log.read_text().splitlines():
+        words = line.split()
+        module, arguments = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
+        given = {"experiments.block": block, "experiments.parity": parity}[module].parser().parse_args(arguments)
+        assert given.results == "out"
+        if module == "experiments.block":
+            options("out", *(word for word in arguments if word != "--profile"))
