@@ -1,0 +1,670 @@
+"""A whole decoder layer as one autograd function that saves its input and nothing else.
+
+    h = x + attention(norm1(x)),  y = h + MLP(norm2(h))          Llama, Mistral, Qwen2, Qwen3
+
+A layer made of parts, checkpointed, holds its normed input, the attention's result, the residual and gradients of each
+beside the stage buffers, because no part may touch what another one still reads. Here the order of work is known, so
+
+- the normed input exists a tile of rows at a time, inside each product with it (the norm is computed again for every
+  product; a normed copy would be one more u, and the cost is a pass over x a product);
+- h exists a tile of rows at a time;
+- the incoming gradient becomes, in place, the gradient of h and then that of x, if nothing else holds it;
+- the recompute hands the attention output and its log-sum-exp to the backward, so attention's forward runs twice a step
+  (once with `attention_output="host"`), and not a third time;
+- dq of a stage takes the place of that stage's attention output.
+
+Forward: attention; then by tiles of rows o_proj, residual, norm, MLP, residual, written over the attention output where
+that is as wide as the hidden states (not over x, which others may hold: that would lower no peak). Backward: attention
+again; by tiles h again, the MLP's and norm2's backward, added into the gradient; wo's gradient; the stages of attention;
+by tiles dx from [dq | dk | dv] and norm1's backward, added into the gradient. docs/layer.md says which buffer lives when.
+
+Symbols as in `block`; F width of the MLP. Weights' gradients are summed over tiles in fp32.
+Source: the order of work is this library's; stages are those of Untied Ulysses, arXiv 2602.21196.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, rms_norm
+
+from upipe import block, kernels, models, preflight, tiled, workspace
+from upipe.block import BlockSpec, Projections, _HostCopy, _Run, _SlabSums, _wait
+from upipe.loss import add_product
+from upipe.offload import decoder_layers
+from upipe.preflight import PreflightError
+from upipe.rotary import rms_norm_backward
+from upipe.schedule import HeadSchedule
+from upipe.tiled import Counts
+
+MLP_TOKENS = 4096
+NORM_ROWS = 2048
+"""Rows at a time in a norm and its backward, whose temporaries may be fp32."""
+
+SERVED = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a layer computes besides its tensors.
+
+    Args:
+        block: the attention; `dx` must be "gemm", and q/k norms, where there are any, run over single heads.
+        act: the MLP's activation, differentiable.
+        input_eps, post_eps: of the norms before attention and before the MLP.
+        mlp_tokens: rows of a tile of the MLP; its backward holds five of [rows, F].
+        reuse_grad: write over the incoming gradient where nothing else holds it.
+        counts: is told whether that was so.
+    """
+
+    block: BlockSpec
+    act: Callable[[torch.Tensor], torch.Tensor]
+    input_eps: float
+    post_eps: float
+    mlp_tokens: int = MLP_TOKENS
+    reuse_grad: bool = True
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        if self.block.dx != "gemm" or self.block.norm_width != "head":
+            raise ValueError(
+                f"a whole layer takes dx=\"gemm\" and q/k norms over single heads, not dx={self.block.dx!r} and "
+                f"norm_width={self.block.norm_width!r}: its dx is written over the incoming gradient and needs no memory either way"
+            )
+        if isinstance(self.mlp_tokens, bool) or not isinstance(self.mlp_tokens, int) or self.mlp_tokens < 1:
+            raise ValueError(f"mlp_tokens={self.mlp_tokens!r} must be a positive number of tokens")
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The parameters of a layer: weights [out, in], biases [out], norms [D]. `attention` has neither sinks nor wqkv."""
+
+    attention: Projections
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    b_gate: torch.Tensor | None = None
+    b_up: torch.Tensor | None = None
+    b_down: torch.Tensor | None = None
+
+    def flat(self) -> tuple[torch.Tensor | None, ...]:
+        return (*vars(self.attention).values(), *(getattr(self, f.name) for f in fields(self)[1:]))
+
+    @classmethod
+    def of(cls, flat) -> LayerWeights:
+        cut = len(fields(Projections))
+        return cls(Projections(*flat[:cut]), *flat[cut:])
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [f.name for f in fields(Projections)] + [f.name for f in fields(cls)[1:]]
+
+
+class _Call:
+    """One checkpointed call of a layer: what its first forward left on the host, and how many layers it ran."""
+
+    def __init__(self) -> None:
+        self.copies: list[_HostCopy] = []
+        self.layers = 0
+
+
+class _Current(threading.local):
+    call: _Call | None = None
+    first: bool = False
+
+
+_current = _Current()
+
+
+def layer_contexts():
+    """Two context managers for one call of a checkpointed function that is one decoder layer: for its first forward, and
+    for the recomputed one.
+
+    With them the recomputed forward computes nothing, because the layer's backward makes again all that it needs: what it
+    returns is NaN and must not be used. They are `block.checkpoint_contexts` as well, for layers that were left alone:
+    `apply_checkpointing(model, contexts=layer_contexts)`.
+    """
+    call, inner = _Call(), block.checkpoint_contexts()
+
+    @contextmanager
+    def during(first: bool, context):
+        before = _current.call, _current.first
+        _current.call, _current.first = call, first
+        try:
+            with context:
+                yield
+        finally:
+            _current.call, _current.first = before
+
+    return during(True, inner[0]), during(False, inner[1])
+
+
+def decoder_layer(x: torch.Tensor, weights: LayerWeights, cos: torch.Tensor, sin: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    """A pre-norm decoder layer of a sequence sharded over `spec.block.group`.
+
+    Args:
+        x: [B, L, D], this rank's tokens. It is saved, and must not be changed before backward.
+        weights: parameters in x's dtype, the same on every rank. Under ZeRO-3 pass the Parameters themselves.
+        cos, sin: [B or 1, L, R] of this rank's positions.
+
+    Returns:
+        [B, L, D]. Gradients of the parameters are this rank's share: summed over the group they are the whole. With B = 1
+        and an incoming gradient that nothing else holds, x's gradient is in its memory; otherwise in a copy of it
+        (`spec.counts`).
+
+    Raises:
+        TypeError: x and a weight differ in dtype.
+        ValueError: parameters of another kind of layer.
+        RuntimeError: a forward that is recomputed without `layer_contexts`.
+    """
+    flat = weights.flat()
+    for name, w in zip(LayerWeights.names(), flat):
+        if w is not None and w.dtype != x.dtype:
+            raise TypeError(
+                f"hidden states are {x.dtype} but {name} is {w.dtype}: cast the model to one dtype (autocast is not supported)"
+            )
+    for name in ("sinks", "wqkv"):
+        if getattr(weights.attention, name) is not None:
+            raise ValueError(f"{name} is given: a whole layer takes separate q, k and v projections without sinks")
+    call, graph = _current.call, torch.is_grad_enabled()
+    if call is None and graph and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "this is a recomputed forward of a layer that saves only its input anyway: it would run attention a third time. "
+            "Checkpoint with contexts=upipe.layer.layer_contexts, or do not checkpoint it"
+        )
+    if call is not None and _current.first:
+        call.layers += 1
+        if call.layers > 1:
+            raise RuntimeError("layer_contexts are for checkpointed calls of one layer: this one has more. Checkpoint each by itself")
+    if graph and spec.reuse_grad:
+        tiled._sole_holders()     # seen once, before any backward that compares with it
+    return _DecoderLayer.apply(spec, call, _current.first, graph, cos, sin, x, *flat)
+
+
+class _DecoderLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, spec, call, first, graph, cos, sin, x, *flat):
+        to_host = spec.block.attention_output == "host"
+        copy = None
+        if call is not None and not first:
+            copy = call.copies.pop(0) if to_host and call.copies else None
+            y = x.new_full((1,), torch.nan).expand(x.shape)
+        else:
+            run = _LayerRun(spec, spec.block.forward_schedule, LayerWeights.of(flat), x, cos, sin)
+            with run.space.call(forward=True):
+                copy = _HostCopy(run) if to_host and (graph or first) else None
+                out, _ = run.forward(copy)
+                y = run.finish_forward(out)
+            if first and copy is not None:
+                call.copies.append(copy)
+                copy = None
+            y = run.from_rows(y)
+            # With B = 1 it is a view, and autograd forbids writing in place into a view that a Function returns.
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        ctx.spec, ctx.copy = spec, copy
+        ctx.save_for_backward(cos, sin, x, *flat)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        sole = ctx.spec.reuse_grad and tiled._holders(grad) in tiled._sole_holders()
+        cos, sin, x, *flat = ctx.saved_tensors
+        spec, weights = ctx.spec, LayerWeights.of(flat)
+        with workspace.of(x.device).call(forward=False):
+            # None left: a second backward of one graph, or nothing was to be kept.
+            copy = ctx.copy if ctx.copy is not None and not ctx.copy.freed else None
+            out, lse = _LayerRun(spec, spec.block.forward_schedule, weights, x, cos, sin).attention_output(copy)
+            if copy is not None:
+                copy.free()
+            run = _LayerRun(spec, spec.block.schedule, weights, x, cos, sin)
+            dx = run.own(grad, sole)
+            grads = run.backward_in_place(out, lse, ctx.needs_input_grad[7:])
+        if dx is None:
+            dx = run.from_rows(run.gy)
+        return *[None] * 6, dx if ctx.needs_input_grad[6] else None, *grads
+
+
+class _LayerRun(_Run):
+    """One forward or backward of a layer: the attention's stages with the norm inside each product, and the row tiles."""
+
+    def __init__(
+        self, spec: LayerSpec, schedule: HeadSchedule, weights: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        self.layer, self.lw = spec, weights
+        super().__init__(spec.block, schedule, weights.attention, x, cos, sin)
+
+    def normed(self, rows: slice) -> torch.Tensor:
+        """norm1(x) of some rows."""
+        return _normed(self.x[rows], self.lw.input_norm, self.layer.input_eps)
+
+    def project(self, heads: range, weight, bias) -> torch.Tensor:
+        part = self.rows_of(heads)
+        result = self.x.new_empty(self.N, len(heads) * self.d)
+        for rows in self.tiles():
+            result[rows] = linear(self.normed(rows), weight[part], None if bias is None else bias[part])
+        return result.view(self.N, len(heads), self.d)
+
+    def product(self, role, source, weight, heads, slot, columns=False):
+        if source is not self.x:
+            return super().product(role, source, weight, heads, slot, columns)
+        buffer = self.take(role, slot)
+        part = self.joined(heads, weight).t()
+        target = buffer.view(self.dtype, self.N, part.shape[1])
+        for rows in self.tiles():
+            torch.mm(self.normed(rows), part, out=target[rows])
+        return buffer
+
+    def mlp_tiles(self):
+        step = self.layer.mlp_tokens
+        return (slice(i, min(i + step, self.N)) for i in range(0, self.N, step))
+
+    def residual(self, rows: slice, out: torch.Tensor) -> torch.Tensor:
+        """h = x + o_proj(attention output) of some rows."""
+        h = torch.addmm(self.x[rows], out[rows].view(-1, self.sched.heads * self.d), self.w.wo.t())
+        return h if self.w.bo is None else h.add_(self.w.bo)
+
+    # Forward
+
+    def finish_forward(self, out: torch.Tensor) -> torch.Tensor:
+        """y [N, D] of the attention output [N, H, d]; over it where it has just the size."""
+        self.space.release_idle()
+        w = self.lw
+        y = out.view(self.N, self.D) if out[0].numel() == self.D else out.new_empty(self.N, self.D)
+        for rows in self.mlp_tiles():
+            h = self.residual(rows, out)
+            n = _normed(h, w.post_norm, self.layer.post_eps)
+            wide = self.layer.act(linear(n, w.gate, w.b_gate))
+            wide *= linear(n, w.up, w.b_up)
+            torch.addmm(h, wide, w.down.t(), out=y[rows])
+            if w.b_down is not None:
+                y[rows] += w.b_down
+            del h, n, wide
+        return y
+
+    def attention_output(self, copy: _HostCopy | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention output [N, H, d] and log-sum-exp, computed again, or from the host stage by stage, two on their way at a
+        time."""
+        if copy is None:
+            result = self.forward(None)
+            self.space.release_idle()
+            return result
+        out = self.x.new_empty(self.N, self.sched.heads, self.d)
+        lse = torch.empty(copy.lse.shape, dtype=copy.lse.dtype, device=self.x.device)
+        landed = copy.fetch(lse, copy.lse)
+        coming: list = []
+
+        def place():
+            heads, buffer, event = coming.pop(0)
+            _wait(event)
+            for h, piece in zip(heads, self.pieces(buffer, heads)):
+                out[:, h.start : h.stop] = piece
+            self.space.give(buffer)
+
+        for stage, source in enumerate(copy.stages):
+            buffer = self.take("attention output from the host", self.q_slot)
+            event = copy.fetch(buffer.view(self.dtype, source.numel()), source)
+            coming.append((self.q_heads(stage), buffer, event))
+            if len(coming) == 2:
+                place()
+        while coming:
+            place()
+        _wait(landed)
+        self.space.release_idle()
+        return out, lse
+
+    # Backward
+
+    def own(self, grad: torch.Tensor, sole: bool) -> torch.Tensor | None:
+        """Make `self.gy` [N, D], to be overwritten: the incoming gradient's memory or a copy. -> the tensor [B, L, D] whose
+        memory it is, None where its rows lie in another order (B > 1)."""
+        if self.B > 1:
+            self.layer.counts.copied += 1
+            self.gy = grad.new_empty(self.N, self.D)
+            self.gy.view(self.L, self.B, self.D).copy_(grad.transpose(0, 1))
+            return None
+        if sole and grad.is_contiguous():
+            self.layer.counts.reused += 1
+        else:
+            self.layer.counts.copied += 1
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        self.gy = grad.view(self.N, self.D)
+        return grad
+
+    def backward_in_place(self, out: torch.Tensor, lse: torch.Tensor, needs: tuple[bool, ...]) -> list[torch.Tensor | None]:
+        """`self.gy` from y's gradient to x's; `out` is used up. -> gradients of the parameters, None where not needed."""
+        self.need = dict(zip(LayerWeights.names(), needs))
+        self.result = dict.fromkeys(self.need)
+        self._mlp_backward(out)
+        # From here on gy is the gradient of h.
+        if self.need["bo"]:
+            self.result["bo"] = self.gy.sum(0, dtype=self.wide).to(self.dtype)
+        if self.need["wo"]:
+            self.result["wo"] = self.gy.t() @ out.view(self.N, -1)
+        for name in ("q_norm", "k_norm"):
+            if self.need[name]:
+                self.result[name] = torch.zeros_like(getattr(self.w, name), dtype=self.wide)
+        sums = _LayerSums(self, out)
+        self._walk_back(out, lse, None, sums)
+        self.space.release_idle()
+        sums.finish()
+        self.space.release_idle()
+        for name in ("q_norm", "k_norm"):
+            if self.result[name] is not None:
+                self.result[name] = self.result[name].to(self.dtype)
+        return list(self.result.values())
+
+    def _sums(self, *names: str) -> dict[str, torch.Tensor]:
+        """fp32 (fp64) sums of the gradients that are needed; `_rounded` puts them into `result`."""
+        weights = dict(zip(LayerWeights.names(), self.lw.flat()))
+        return {name: torch.zeros(weights[name].shape, dtype=self.wide, device=self.x.device) for name in names if self.need[name]}
+
+    def _rounded(self, sums: dict[str, torch.Tensor]) -> None:
+        for name in list(sums):
+            self.result[name] = sums.pop(name).to(self.dtype)
+
+    def _mlp_backward(self, out: torch.Tensor) -> None:
+        w, spec = self.lw, self.layer
+        sums = self._sums("post_norm", "gate", "up", "down", "b_gate", "b_up", "b_down")
+
+        def add(name: str, grad: torch.Tensor, source: torch.Tensor) -> None:
+            if name in sums:
+                add_product(sums[name], grad, source)
+            if f"b_{name}" in sums:
+                sums[f"b_{name}"] += grad.sum(0, dtype=self.wide)
+
+        for rows in self.mlp_tiles():
+            g = self.gy[rows]
+            h = self.residual(rows, out)
+            n = _normed(h, w.post_norm, spec.post_eps)
+            gate, up = linear(n, w.gate, w.b_gate).requires_grad_(), linear(n, w.up, w.b_up)
+            with torch.enable_grad():
+                act = spec.act(gate)
+            add("down", g, act.detach() * up)
+            wide = g @ w.down
+            d_up = wide * act.detach()
+            wide *= up
+            del up
+            (d_gate,) = torch.autograd.grad(act, gate, wide)
+            del act, gate, wide
+            add("up", d_up, n)
+            add("gate", d_gate, n)
+            del n
+            dn = d_gate @ w.gate
+            dn.addmm_(d_up, w.up)
+            del d_up, d_gate
+            self._add_norm_backward(g, dn, h, w.post_norm, spec.post_eps, sums.get("post_norm"))
+            del h, dn
+        self._rounded(sums)
+
+    @staticmethod
+    def _add_norm_backward(g, dn, source, weight, eps: float, total: torch.Tensor | None) -> None:
+        """g += the gradient of a norm's input, in place. g, dn (of its output), source (its input): [T, D]."""
+        for i in range(0, len(g), NORM_ROWS):
+            part = slice(i, i + NORM_ROWS)
+            share, weight_share = rms_norm_backward(dn[part], source[part], weight, eps)
+            g[part] += share
+            if total is not None:
+                total += weight_share
+
+
+def _normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of [T, D], rounded once."""
+    result = torch.empty_like(rows)
+    for i in range(0, len(rows), NORM_ROWS):
+        result[i : i + NORM_ROWS] = rms_norm(rows[i : i + NORM_ROWS], (rows.shape[1],), weight, eps)
+    return result
+
+
+class _LayerSums(_SlabSums):
+    """[dq | dk | dv] of all rows; at the end, by tiles, through the projections and norm1 into the gradient."""
+
+    def finish(self) -> None:
+        run, lw = self.run, self.run.lw
+        H, K, d = run.sched.heads, run.sched.kv_heads, run.d
+        columns = {"q": slice(0, H * d), "k": slice(H * d, (H + K) * d), "v": slice((H + K) * d, (H + 2 * K) * d)}
+        sums = run._sums("input_norm", "wq", "wk", "wv", "bq", "bk", "bv")
+        stacked = torch.cat((run.wq, run.wk, run.wv))
+        dq = self.dq.view(run.N, H * d)
+        tile = dq.new_empty(min(block.ROW_TILE, run.N), len(stacked))
+        for rows in run.tiles():
+            part = tile[: rows.stop - rows.start]
+            part[:, columns["q"]] = dq[rows]
+            for name, slabs in self.kv.items():
+                heads = part[:, columns[name]].view(-1, K, d)
+                for kv, parts in slabs.items():
+                    # Several where a kv head is on several ranks.
+                    heads[:, kv] = parts[0][rows] if len(parts) == 1 else sum(p[rows].to(run.wide) for p in parts)
+            n = run.normed(rows)
+            for name, span in columns.items():
+                if f"w{name}" in sums:
+                    add_product(sums[f"w{name}"], part[:, span], n)
+                if f"b{name}" in sums:
+                    sums[f"b{name}"] += part[:, span].sum(0, dtype=run.wide)
+            del n
+            run._add_norm_backward(
+                run.gy[rows], part @ stacked, run.x[rows], lw.input_norm, run.layer.input_eps, sums.get("input_norm")
+            )
+        for slab in self.slabs:
+            run.space.give(slab)
+        self.kv.clear()
+        self.slabs.clear()
+        run._rounded(sums)
+
+
+@dataclass(frozen=True)
+class FusedLayersConfig:
+    """Settings of `apply_fused_layers`.
+
+    Args:
+        mlp_tokens, reuse_grad: see `LayerSpec`.
+    """
+
+    mlp_tokens: int = MLP_TOKENS
+    reuse_grad: bool = True
+
+
+class FusedLayers:
+    """Decoder layers that run as one function each. Made by `apply_fused_layers`.
+
+    Attributes:
+        layers: how many.
+        left: layers that were left alone, a line each with the reason.
+        counts: backward passes in the incoming gradient's memory, and those in a copy.
+    """
+
+    def __init__(self, model: nn.Module, config: FusedLayersConfig) -> None:
+        self.model, self.config = model, config
+        self.layers, self.left, self.counts = 0, [], Counts()
+        self._patched: list[nn.Module] = []
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def report(self) -> str:
+        """What was done, a line each."""
+        c = self.counts
+        lines = [
+            f"{self.layers} decoder layers as one function each, MLP in tiles of {self.config.mlp_tokens} tokens; gradients in "
+            f"place {c.reused} times, {c.copied} times in a copy"
+        ]
+        return "\n".join(lines + [f"left alone: {line}" for line in self.left])
+
+    def remove(self) -> None:
+        """Make the layers plain again.
+
+        Raises:
+            PreflightError: a layer was given another class since (checkpointing, fully_shard).
+        """
+        for layer in self._patched:
+            if "_fused" not in vars(type(layer)):
+                raise PreflightError(
+                    f"{type(layer).__name__} was subclassed after its layer was made one function: undo that first (remove() of "
+                    "checkpointing; fully_shard cannot be)"
+                )
+        for layer in self._patched:
+            layer.__class__ = type(layer).__mro__[1]
+        self._patched = []
+
+
+def apply_fused_layers(model: nn.Module, handle, config: FusedLayersConfig | None = None) -> FusedLayers:
+    """Run every pre-norm decoder layer of a sharded model as one function, in place, instance by instance.
+
+    Call it after `upipe.apply` and before `apply_checkpointing`, `deepspeed.initialize`, DistributedDataParallel or
+    fully_shard. Parameters and `state_dict()` stay as they are. A fused layer saves only its input, so checkpointing it
+    serves to send that input to the host: `apply_checkpointing(model, config, contexts=layer_contexts)`; transformers' own
+    checkpointing must be off. Modules inside a fused layer are not called: hooks on them are refused.
+
+    Args:
+        model: with UPipe on it.
+        handle: what `upipe.apply` returned; its `heads_per_stage`, `kernel`, `attention_output` and `overlap` hold.
+        config: settings.
+
+    Returns:
+        The handle, with `report()`, `counts` and `remove()`. Layers of other families are in its `left`.
+
+    Raises:
+        PreflightError: before anything is changed, naming the values and what would work.
+    """
+    config = FusedLayersConfig() if config is None else config
+    preflight.check_arguments(model, config, FusedLayersConfig)
+    tiled._check_tokens("mlp_tokens", config.mlp_tokens)
+    if getattr(handle, "model", None) is not model:
+        raise PreflightError("handle is not that of upipe.apply on this model: give what upipe.apply(model, ...) returned")
+    if handle.config.dx != "gemm":
+        raise PreflightError(f'dx={handle.config.dx!r}: a fused layer writes dx over the incoming gradient, use dx="gemm"')
+    fused = FusedLayers(model, config)
+    found: list[tuple[nn.Module, models.Architecture]] = []
+    for i, layer in enumerate(decoder_layers(model)):
+        cls = type(layer)
+        if hasattr(layer, "_fused"):
+            raise PreflightError("the layers of this model are fused already: call remove() on that handle first")
+        if hasattr(layer, "_checkpointing"):
+            raise PreflightError(f"layer {i} is checkpointed: call apply_fused_layers before apply_checkpointing")
+        if getattr(layer, "gradient_checkpointing", False):
+            raise PreflightError(_OWN_CHECKPOINTING)
+        architecture = _served(cls)
+        if architecture is None:
+            fused.left.append(f"layer {i}, {cls.__name__}: not one of {', '.join(_class_names())}")
+            continue
+        _check_parts(f"layer {i}", layer)
+        found.append((layer, architecture))
+    if not found:
+        raise PreflightError(f"{type(model).__name__} has no layer to fuse: {', '.join(_class_names())} are served")
+    subclasses: dict[type, type] = {}
+    for layer, architecture in found:
+        cls = type(layer)
+        if cls not in subclasses:
+            # It keeps the name of its base, by which transformers and wrapping policies find layers.
+            members = {"_fused": fused, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            subclasses[cls] = type(cls.__name__, (cls,), members | {"forward": _layer_forward(cls.forward, architecture)})
+        layer.__class__ = subclasses[cls]
+        fused._patched.append(layer)
+    fused.layers = len(found)
+    return fused
+
+
+_OWN_CHECKPOINTING = (
+    "transformers' own checkpointing is on, under which a fused layer would run attention a third time: call "
+    "model.gradient_checkpointing_disable(); a fused layer saves only its input anyway"
+)
+
+
+def _served(cls: type) -> models.Architecture | None:
+    """By exact class: a subclass may compute something else."""
+    families = (a for a in models.ARCHITECTURES if a.name in SERVED)
+    return next((a for a in families if (cls.__module__, cls.__name__) == (a.module_name, f"{a.prefix}DecoderLayer")), None)
+
+
+def _class_names() -> list[str]:
+    return [f"{a.prefix}DecoderLayer" for a in models.ARCHITECTURES if a.name in SERVED]
+
+
+def _check_parts(name: str, layer: nn.Module) -> None:
+    """Parts whose parameters say what they compute, and nothing on them that would not run."""
+    if not hasattr(layer.self_attn, "_upipe"):
+        raise PreflightError(f"{name}.self_attn is a {type(layer.self_attn).__name__} without UPipe: call upipe.apply first")
+    for part in ("input_layernorm", "post_attention_layernorm"):
+        if tiled._known(getattr(layer, part))[2] != "norm":
+            raise PreflightError(f"{name}.{part} is a {type(getattr(layer, part)).__name__}, not the family's RMS norm")
+    tiled._gated(layer.mlp)
+    tiled._activation(layer.mlp)
+    for part, module in layer.named_modules():
+        if module is not layer:
+            tiled._check_hooks(f"{name}.{part}", module)
+
+
+def weights_of(layer: nn.Module, architecture: models.Architecture) -> LayerWeights:
+    """The parameters of a Hugging Face decoder layer. Under ZeRO-3 call it inside the layer's forward, which gathers them."""
+    named = {(name, key): p for name, key, p in tiled._gated(layer.mlp).named}
+    parts = ("gate", "up", "down")
+    return LayerWeights(
+        architecture.projections(layer.self_attn),
+        layer.input_layernorm.weight,
+        layer.post_attention_layernorm.weight,
+        *(named[f"{part}_proj", "weight"] for part in parts),
+        *(named[f"{part}_proj", "bias"] for part in parts),
+    )
+
+
+def _layer_forward(plain: Callable, architecture: models.Architecture) -> Callable:
+    """`forward` of a fused layer class.
+
+    Args:
+        plain: the class's own, for eval without sharding.
+    """
+
+    @torch.compiler.disable
+    def forward(
+        self, hidden_states, attention_mask=None, position_ids=None, cache=None, use_cache=False, position_embeddings=None, **kwargs
+    ):
+        attention, fused = self.self_attn, self._fused
+        sharding = attention._upipe
+        if not sharding.active(attention):
+            return plain(self, hidden_states, attention_mask, position_ids, cache, use_cache, position_embeddings, **kwargs)
+        if cache is not None or kwargs.get("past_key_values") is not None:
+            raise PreflightError("a key/value cache (generate, use_cache) does not work on a sharded model: call handle.remove() first")
+        if attention_mask is not None and attention_mask.numel() > 1:
+            raise PreflightError(
+                f"attention_mask {tuple(attention_mask.shape)} reached a fused layer, which masks causally and by document itself: "
+                "leave it out"
+            )
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise PreflightError(_OWN_CHECKPOINTING)
+        preflight.check_attention(type(attention).__name__, attention, architecture)
+        preflight.check_dtype(hidden_states.dtype)
+        preflight.check_autocast(hidden_states.device.type)
+        cos, sin = architecture.angles(position_embeddings)
+        window, config = architecture.window(attention), sharding.config
+        spec = LayerSpec(
+            block=BlockSpec(
+                schedule=sharding.schedule(*architecture.heads(attention)),
+                rank=sharding.groups.sp_rank,
+                group=sharding.groups.sp_group,
+                kernel=sharding.kernel(kernels.Case.of(hidden_states, attention.head_dim, window is not None)),
+                head_dim=attention.head_dim,
+                scale=attention.scaling,
+                norm_eps=architecture.norm_eps(attention),
+                offsets=sharding.offsets(position_ids, hidden_states.shape[0]),
+                window=window,
+                attention_output=config.attention_output,
+                overlap=config.overlap,
+            ),
+            act=tiled._activation(self.mlp),
+            input_eps=self.input_layernorm.variance_epsilon,
+            post_eps=self.post_attention_layernorm.variance_epsilon,
+            mlp_tokens=fused.config.mlp_tokens,
+            reuse_grad=fused.config.reuse_grad,
+            counts=fused.counts,
+        )
+        return decoder_layer(hidden_states, weights_of(self, architecture), cos, sin, spec)
+
+    return forward
