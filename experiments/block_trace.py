@@ -15,42 +15,11 @@ from typing import Any
 
 import torch
 
-Span = tuple[float, float]
+from upipe.profiling import Span, length, overlap, union
+
 COMPUTE, NCCL, HOST = "compute", "nccl", "host_copies"
 MARKER = "spin_kernel"
 """What torch.cuda._sleep runs."""
-
-
-def union(spans: Iterable[Span]) -> list[Span]:
-    """The same moments as disjoint spans in order; empty spans are dropped, touching ones joined."""
-    joined: list[Span] = []
-    for start, end in sorted(spans):
-        if end <= start:
-            continue
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def length(spans: Iterable[Span]) -> float:
-    """How long at least one of the spans lasts."""
-    return sum(end - start for start, end in union(spans))
-
-
-def overlap(one: Iterable[Span], other: Iterable[Span]) -> float:
-    """How long a span of each side lasts at once."""
-    a, b = union(one), union(other)
-    i = j = 0
-    total = 0.0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] <= b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
 
 
 def exposure(communication: list[Span], compute: list[Span]) -> dict[str, float | None]:

@@ -1,0 +1,296 @@
+"""Profiles of one step: `profile: memory` (see `memory_report`) and `profile: trace`, a PyTorch Profiler trace with a table by
+phase.
+
+    with profiling.trace(engine, "step.json.gz") as trace:
+        loss = handle.loss(engine, batch); engine.backward(loss); engine.step()
+    print(trace.table())
+
+A phase is a time of the host: forward, recompute (decoder layers run again), backward without that, optimizer, rest (the
+loss, where it is made outside of the model). Work of the GPU belongs to the phase in which the host asked for it, whichever
+thread did; it may run later. Kinds of work: attention kernels, products (GEMM), exchanges (NCCL, and gloo on the CPU), copies
+(between device and host and on the device), other. Without a GPU the operators of torch are counted, each without those
+inside it.
+
+A span is (start, end), in microseconds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, record_function
+
+from upipe import memory_report
+from upipe.memory_report import MemoryReport, phases
+
+Span = tuple[float, float]
+Mode = Literal["none", "memory", "trace"]
+PHASES = ("forward", "recompute", "backward", "optimizer", "rest")
+ATTENTION, PRODUCTS, EXCHANGES, COPIES, OTHER = "attention", "products", "exchanges", "copies", "other"
+KINDS = (ATTENTION, PRODUCTS, EXCHANGES, COPIES, OTHER)
+PREFIX = "upipe: "
+"""What names of phases begin with in a trace."""
+
+_ATTENTION = re.compile(r"flash|fmha|sdpa|scaled_dot_product|_efficient_attention", re.I)
+_EXCHANGE = re.compile(r"nccl|^gloo:|^c10d::|record_param_comms|PtoP", re.I)
+_PRODUCT = re.compile(r"gemm|nvjet|cublas|cutlass|splitk|^aten::(mm|addmm|bmm|baddbmm|mv|addmv|dot|_addmm_activation)$", re.I)
+_COPY = re.compile(r"^memcpy|^aten::(copy_|_to_copy|cat|clone)$|copy_kernel|CatArrayBatchedCopy", re.I)
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same moments as disjoint spans in order; empty spans are dropped, touching ones joined."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if end <= start:
+            continue
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length(spans: Iterable[Span]) -> float:
+    """How long at least one of the spans lasts."""
+    return sum(end - start for start, end in union(spans))
+
+
+def overlap(one: Iterable[Span], other: Iterable[Span]) -> float:
+    """How long a span of each side lasts at once."""
+    a, b = union(one), union(other)
+    i = j = 0
+    total = 0.0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+def kind_of(name: str) -> str:
+    """What a kernel, a copy or an operator counts as, by its name."""
+    for pattern, kind in ((_EXCHANGE, EXCHANGES), (_ATTENTION, ATTENTION), (_PRODUCT, PRODUCTS), (_COPY, COPIES)):
+        if pattern.search(name):
+            return kind
+    return OTHER
+
+
+@dataclass
+class PhaseTimes:
+    """One phase. host_ms: how long the host was in it. ms: for each kind how long at least one such piece of work ran.
+    busy_ms: how long any ran. exposed_ms: exchanges and copies while no work of another kind ran, in any phase."""
+
+    host_ms: float = 0.0
+    busy_ms: float = 0.0
+    exposed_ms: float = 0.0
+    ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+
+
+def by_phase(events: Iterable[dict[str, Any]]) -> tuple[dict[str, PhaseTimes], bool]:
+    """Times of each phase of a trace.
+
+    Args:
+        events: `traceEvents` of a Chrome trace of torch.profiler; ts and dur in microseconds.
+
+    Returns:
+        Phase -> times; and whether they are a GPU's (else the operators' on the host).
+
+    Raises:
+        ValueError: the trace has no phases (it was not taken by `trace`), or nothing ran in it.
+    """
+    complete = [e for e in events if e.get("ph") == "X"]
+    hosts: dict[str, list[Span]] = {phase: [] for phase in PHASES}
+    for event in complete:
+        name = event["name"].removeprefix(PREFIX)
+        if event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX) and name in hosts:
+            hosts[name].append(_span(event))
+    if not any(hosts.values()):
+        raise ValueError(f"the trace has no phases, no event {PREFIX}forward or so: take it with profiling.trace")
+    gpu = [e for e in complete if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    work = _on_gpu(complete, gpu) if gpu else _on_host(complete)
+    if not work:
+        raise ValueError("the trace has no kernel and no operator: nothing ran in it, or the profiler was not allowed to see it")
+    spans: dict[str, dict[str, list[Span]]] = {phase: {kind: [] for kind in KINDS} for phase in PHASES}
+    for asked, kind, span in work:
+        spans[_phase_at(asked, hosts)][kind].append(span)
+    hidden = union(s for kinds in spans.values() for kind in (ATTENTION, PRODUCTS, OTHER) for s in kinds[kind])
+    inside = union(hosts["recompute"])
+    found = {}
+    for phase in PHASES:
+        moving = spans[phase][EXCHANGES] + spans[phase][COPIES]
+        found[phase] = PhaseTimes(
+            host_ms=(length(hosts[phase]) - (overlap(hosts[phase], inside) if phase == "backward" else 0.0)) / 1e3,
+            busy_ms=length(s for kind in KINDS for s in spans[phase][kind]) / 1e3,
+            exposed_ms=(length(moving) - overlap(moving, hidden)) / 1e3,
+            ms={kind: length(spans[phase][kind]) / 1e3 for kind in KINDS},
+        )
+    return found, bool(gpu)
+
+
+def _span(event: dict[str, Any]) -> Span:
+    start = float(event["ts"])
+    return start, start + float(event.get("dur", 0.0))
+
+
+def _phase_at(time: float, hosts: dict[str, list[Span]]) -> str:
+    for phase in ("recompute", "backward", "forward", "optimizer"):
+        if any(start <= time <= end for start, end in hosts[phase]):
+            return phase
+    return "rest"
+
+
+def _on_gpu(complete: list[dict[str, Any]], gpu: list[dict[str, Any]]) -> list[tuple[float, str, Span]]:
+    """When the host asked for it, the kind, the span on the GPU."""
+    asked = {
+        e["args"]["correlation"]: float(e["ts"])
+        for e in complete
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    return [(asked.get(e.get("args", {}).get("correlation"), float(e["ts"])), kind_of(e["name"]), _span(e)) for e in gpu]
+
+
+def _on_host(complete: list[dict[str, Any]]) -> list[tuple[float, str, Span]]:
+    """The same for operators, in the pieces in which no operator inside them runs."""
+    threads: dict[Any, list[dict[str, Any]]] = {}
+    for event in complete:
+        if event.get("cat") == "cpu_op" or (event.get("cat") == "user_annotation" and event["name"].startswith("gloo:")):
+            threads.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+    work: list[tuple[float, str, Span]] = []
+
+    def add(event, start: float, end: float) -> None:
+        if end > start:
+            work.append((start, kind_of(event["name"]), (start, end)))
+
+    for own in threads.values():
+        # Operators that are open, from the outermost; `at` is how far the innermost one's time is given out.
+        inside: list[tuple[float, dict[str, Any]]] = []
+        at = 0.0
+        for event in sorted(own, key=lambda e: (float(e["ts"]), -float(e.get("dur", 0.0)))):
+            start, end = _span(event)
+            while inside and inside[-1][0] <= start:
+                closed, closing = inside.pop()
+                add(closing, at, closed)
+                at = max(at, closed)
+            if inside:
+                add(inside[-1][1], at, start)
+            inside.append((end, event))
+            at = start
+        while inside:
+            closed, closing = inside.pop()
+            add(closing, at, closed)
+            at = max(at, closed)
+    return work
+
+
+@dataclass
+class StepTrace:
+    """A traced step. Made by `trace`; filled when its block ends. path: of the Chrome trace (open it in Perfetto).
+    times: by phase. gpu: whether they are a GPU's."""
+
+    path: Path
+    times: dict[str, PhaseTimes] | None = None
+    gpu: bool = False
+
+    def table(self) -> str:
+        """Times by phase as text, in ms. A column is how long at least one such piece of work ran, so columns may add up to
+        more than `busy`."""
+        what = "the GPU" if self.gpu else "torch's operators on the CPU"
+        names = "".join(f"{name:>11}" for name in ("host", "busy", *KINDS, "exposed"))
+        lines = [f"ms of {what} by phase", f"  {'phase':<11}{names}"]
+        for phase, t in self._done().items():
+            numbers = (t.host_ms, t.busy_ms, *(t.ms[kind] for kind in KINDS), t.exposed_ms)
+            lines.append(f"  {phase:<11}" + "".join(f"{number:>11.1f}" for number in numbers))
+        lines.append("exposed: exchanges and copies while nothing else runs")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The table's numbers."""
+        return {"gpu": self.gpu, "phases": {phase: vars(times) for phase, times in self._done().items()}}
+
+    def _done(self) -> dict[str, PhaseTimes]:
+        if self.times is None:
+            raise RuntimeError("the step is still being traced: read it after the `with trace(...)` block")
+        return self.times
+
+
+@contextmanager
+def trace(engine: nn.Module, path: str | Path):
+    """Trace what runs inside, one optimizer step say, with torch.profiler; yields a `StepTrace`, filled at the end.
+
+    Args:
+        engine: a DeepSpeed engine (of another module only the forward and the recompute are told apart).
+        path: the Chrome trace to write, .json or .json.gz; its folder must be there.
+    """
+    path = Path(path)
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ValueError(f"path={str(path)!r}: a Chrome trace ends in .json or .json.gz")
+    cuda = torch.cuda.is_available()
+    made = StepTrace(path)
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as profiler:
+        with phases(engine, lambda name: record_function(PREFIX + name)):
+            yield made
+        if cuda:
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
+    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
+        made.times, made.gpu = by_phase(json.load(file)["traceEvents"])
+
+
+class StepProfile:
+    """Profiles one step of a training loop: `start(step)` before its first forward, `stop(step)` after its optimizer step.
+
+    Args:
+        mode: "none": both do nothing. "memory": `memory_report.recorded`. "trace": `trace`.
+        engine: a DeepSpeed engine.
+        folder: where the files go, made when they are written: memory-rank0.{txt,json,pickle,png} or
+            trace-rank0.{txt,json.gz}.
+        step: the number of the step to profile. The second of a run shows what the others do; the first warms up.
+        rank: of this process.
+    """
+
+    def __init__(self, mode: Mode, engine: nn.Module, folder: str | Path, step: int, rank: int) -> None:
+        self.mode, self.engine, self.folder, self.step, self.rank = mode, engine, Path(folder), step, rank
+        self._open = ExitStack()
+        self._made: MemoryReport | StepTrace | None = None
+
+    def start(self, step: int) -> None:
+        if self.mode == "none" or step != self.step or self._made is not None:
+            return
+        if self.mode == "memory":
+            self._made = self._open.enter_context(memory_report.recorded(self.engine))
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._made = self._open.enter_context(trace(self.engine, self.folder / f"trace-rank{self.rank}.json.gz"))
+
+    def stop(self, step: int) -> str | None:
+        """The table where this was the step, its files written; else None."""
+        if self._made is None or step != self.step:
+            return None
+        self._open.close()
+        return self._write()
+
+    def failed(self, error: BaseException) -> str | None:
+        """To be called where a step raised. Of a memory profile the files are written and the table returned: of a step that ran
+        out of memory it is the one to read."""
+        self._open.__exit__(type(error), error, error.__traceback__)
+        if not isinstance(self._made, MemoryReport) or self._made.error is not error:
+            return None
+        return self._write()
+
+    def _write(self) -> str:
+        if isinstance(self._made, MemoryReport):
+            return self._made.write(self.folder, f"memory-rank{self.rank}")
+        text = self._made.table()
+        (self.folder / f"trace-rank{self.rank}.txt").write_text(text + "\n")
+        return text
