@@ -1,0 +1,554 @@
+"""What `experiments.stack` and `experiments.ladder` train: one model under DeepSpeed ZeRO-3 by a setting, or by several that
+share an engine and its states.
+
+A setting is written NAME or NAME:item,...
+
+  alst      DeepSpeed's stack, see `experiments.alst`. offload=pinned|none, tiles=on|off
+  ulysses   DeepSpeed's attention, with our checkpointing and tiles
+  plain     the kernel in the plain model, each rank with sequences of its own; otherwise as ulysses
+  upipe     ours. Items, beside those of ulysses: host, host=N or device (where the attention output is kept: on the host, for
+            the first N layers there, or made again), U=HEADS or U=H (all heads at once), overlap=on|off, dx=gemm|bf16,
+            layer=parts|fused (fused: each decoder layer as one function, `upipe.layer`; tiles=on then tiles last norm and loss)
+
+  of ulysses, plain and upipe: checkpoint=on|off, offload=none|pinned|pageable, keep=N (inputs of the last N layers stay on the
+  device), prefetch=on|off, tiles=on|off|loss|mlp (mlp: MLPs and norms), loss=hf|sum (without a tiled loss: of all logits in
+  fp32 at once, as transformers computes it, or with no fp32 copy of them)
+
+The optimizer's learning rate is 0: weights stay as they are, so that every step of every setting has the same loss and gradient.
+
+Symbols: S tokens, P ranks a sequence, L = S/P local tokens, H query heads, D hidden size, d head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import gc
+import os
+import pickle
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import upipe
+from experiments.alst import Alst, UlyssesAttention, apply_alst
+from upipe import host, kernels, loss, workspace
+from upipe.block import checkpoint_contexts
+from upipe.build import ModelConfig, build_model, build_partitioned_model, count_parameters
+from upipe.comm import SequenceParallelGroups
+from upipe.config import ConfigError
+from upipe.layer import apply_fused_layers, layer_contexts
+from upipe.live import SimulatedAttention
+from upipe.loader import ShardedLoader
+from upipe.offload import CheckpointConfig, Checkpointing, apply_checkpointing
+from upipe.optimize import TrainConfig, build_optimizer, deepspeed_config
+from upipe.tiled import TilingConfig, apply_tiling
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama3_8b": {"preset": "llama3-8b"},
+    "qwen3_32b": {"preset": "qwen3-32b"},
+    "qwen3_4b": {"preset": "qwen3-4b"},
+    "toy": {
+        "architecture": "qwen3", "hidden_size": 64, "heads": 8, "kv_heads": 4, "head_dim": 16, "intermediate_size": 96,
+        "vocab_size": 128,
+    },
+}
+"""--model -> fields of `ModelConfig`, all but layers."""
+METHODS = {"alst": "alst", "ulysses": "ulysses", "plain": "none", "upipe": "upipe"}
+"""A setting's name -> what records call it; with one rank ulysses is none."""
+FACTOR = 1.2
+"""Parameters that ZeRO-3 may keep gathered, and prefetch ahead within, in decoder layers."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a model is trained; see the module for what is written. Defaults are upipe's with everything on.
+
+    host_layers: attention outputs on the host: of no layer (0), of the first so many, or of all (None).
+    heads_per_stage: U; None: P; -1: all heads.
+    """
+
+    name: str = "upipe"
+    host_layers: int | None = 0
+    heads_per_stage: int | None = None
+    overlap: bool = True
+    dx: str = "gemm"
+    checkpoint: bool = True
+    offload: str = "pinned"
+    keep: int | None = None
+    prefetch: bool = True
+    tiles: str = "on"
+    fused: bool = False
+    loss: str = "sum"
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """Raises ConfigError, naming what is not understood and what is."""
+        name, _, rest = text.partition(":")
+        if name not in METHODS:
+            raise ConfigError(f"setting {text!r} starts with {name!r}: use one of {', '.join(METHODS)}")
+        values: dict[str, Any] = {"name": name} | ({"loss": "hf"} if name == "alst" else {})
+        for item in filter(None, rest.split(",")):
+            key, _, value = item.partition("=")
+            known = _ITEMS.get(key)
+            if known is None or name not in known[0]:
+                allowed = ", ".join(f"{k}{shown}" for k, (names, shown, _) in _ITEMS.items() if name in names)
+                raise ConfigError(f"setting {text!r}: {item!r} is none of {allowed}")
+            try:
+                values |= known[2](value)
+            except (KeyError, ValueError):
+                raise ConfigError(f"setting {text!r}: {item!r} should be {key}{known[1]}") from None
+        made = cls(**values)
+        if not made.checkpoint and made.host_layers != 0:
+            raise ConfigError(f"setting {text!r}: host needs checkpoint=on, whose recompute takes the output from there")
+        if not made.checkpoint and "offload" not in rest:
+            made = dataclasses.replace(made, offload="none")
+        if not made.checkpoint and made.offload != "none":
+            raise ConfigError(f"setting {text!r}: offload={made.offload} needs checkpoint=on, whose saved inputs it sends")
+        if made.fused and (made.dx != "gemm" or not made.checkpoint):
+            raise ConfigError(f"setting {text!r}: layer=fused needs dx=gemm and checkpoint=on")
+        if name == "alst" and (made.offload == "pageable" or made.tiles in ("loss", "mlp")):
+            raise ConfigError(f"setting {text!r}: of ALST offload=pinned|none and tiles=on|off are compared")
+        return made
+
+    def __str__(self) -> str:
+        items = []
+        if self.name == "upipe":
+            items.append({0: "device", None: "host"}.get(self.host_layers, f"host={self.host_layers}"))
+            items += [f"U={'H' if self.heads_per_stage == -1 else self.heads_per_stage}"] * (self.heads_per_stage is not None)
+            items += ["overlap=off"] * (not self.overlap) + [f"dx={self.dx}"] * (self.dx != "gemm")
+            items += ["layer=fused"] * self.fused
+        items += ["checkpoint=off"] * (not self.checkpoint)
+        items += [f"offload={self.offload}"] * self.checkpoint
+        items += [f"keep={self.keep}"] * (self.keep is not None) + ["prefetch=off"] * (not self.prefetch)
+        items += [f"tiles={self.tiles}"] * (self.tiles != "on")
+        items += [f"loss={self.loss}"] * (self.loss != ("hf" if self.name == "alst" else "sum"))
+        return f"{self.name}:{','.join(items)}"
+
+    @property
+    def tiled_loss(self) -> bool:
+        return self.tiles in ("on", "loss")
+
+    @property
+    def tiling(self) -> TilingConfig | None:
+        """What `apply_tiling` does; None: nothing. ALST's tiles are its own."""
+        if self.name == "alst" or self.tiles == "off":
+            return None
+        whole = TilingConfig()
+        if self.tiles == "loss":
+            return dataclasses.replace(whole, mlp_tokens=None, norm_tokens=None)
+        return whole if self.tiles == "on" else dataclasses.replace(whole, loss_tokens=None)
+
+    @property
+    def engine(self) -> tuple:
+        """Settings with the same one may share an engine: they call the same modules in the same order."""
+        if self.name == "upipe":
+            return self.name, self.tiles, self.checkpoint, self.fused
+        return (str(self),)
+
+    def config(self, sp_size: int, heads: int, kernel: str) -> upipe.UPipeConfig:
+        U = -(-heads // sp_size) * sp_size if self.heads_per_stage == -1 else self.heads_per_stage
+        return upipe.UPipeConfig(
+            sp_size=sp_size, heads_per_stage=U, kernel=kernel, attention_output="device" if self.host_layers == 0 else "host",
+            overlap=self.overlap, dx=self.dx,
+        )
+
+
+def _host(value: str) -> dict[str, Any]:
+    return {"host_layers": int(value) if value else None}
+
+
+def _choice(name: str, **values: Any) -> Callable[[str], dict[str, Any]]:
+    return lambda value: {name: values[value]}
+
+
+OURS = ("ulysses", "plain", "upipe")
+_ITEMS: dict[str, tuple[tuple[str, ...], str, Callable[[str], dict[str, Any]]]] = {
+    "device": (("upipe",), "", lambda value: {"host_layers": {"": 0}[value]}),
+    "host": (("upipe",), "[=LAYERS]", _host),
+    "U": (("upipe",), "=HEADS|H", lambda value: {"heads_per_stage": -1 if value == "H" else int(value)}),
+    "overlap": (("upipe",), "=on|off", _choice("overlap", on=True, off=False)),
+    "dx": (("upipe",), "=gemm|bf16", _choice("dx", gemm="gemm", bf16="bf16")),
+    "checkpoint": (OURS, "=on|off", _choice("checkpoint", on=True, off=False)),
+    "offload": (("alst", *OURS), "=none|pinned|pageable", _choice("offload", none="none", pinned="pinned", pageable="pageable")),
+    "layer": (("upipe",), "=parts|fused", _choice("fused", parts=False, fused=True)),
+    "prefetch": (OURS, "=on|off", _choice("prefetch", on=True, off=False)),
+    "keep": (OURS, "=LAYERS", lambda value: {"keep": int(value)}),
+    "tiles": (("alst", *OURS), "=on|off|loss|mlp", _choice("tiles", on="on", off="off", loss="loss", mlp="mlp")),
+    "loss": (OURS, "=hf|sum", _choice("loss", hf="hf", sum="sum")),
+}
+"""Item of a setting -> the methods that take it, how it is written on, and its value's fields."""
+
+
+class ZeroAttention(SimulatedAttention):
+    """Allocates what a kernel allocates and answers zeros, in no time: losses and gradients around it stay finite.
+
+    Args:
+        of: the kernel.
+        exact: raise ValueError where what its backward holds has not been measured; False: then count nothing for it.
+    """
+
+    def __init__(self, of: kernels.Kernel, exact: bool = True) -> None:
+        super().__init__(of)
+        self.exact = exact
+
+    def forward(self, q, k, v, scale, offsets=None, window=None, softcap=None, out=None):
+        out, lse = super().forward(q, k, v, scale, offsets, window, softcap, out)
+        return out.zero_(), lse.zero_()
+
+    def backward(self, grad, q, k, v, out, lse, scale, offsets=None, window=None, softcap=None, dq=None, dk=None, dv=None):
+        if self.of.backward_bytes(q.shape[1], q.shape[2], k.shape[2], q.shape[3]) is None and not self.exact:
+            made = tuple(torch.empty_like(t) if given is None else given for given, t in zip((dq, dk, dv), (q, k, v)))
+        else:
+            if self.writes_gradients:
+                dq, dk, dv = (torch.empty_like(t) if given is None else given for given, t in zip((dq, dk, dv), (q, k, v)))
+            made = super().backward(grad, q, k, v, out, lse, scale, dq=dq, dk=dk, dv=dv)
+        for tensor in made:
+            tensor.zero_()
+        return made
+
+
+def named_kernel(name: str) -> kernels.Kernel:
+    """A kernel by its name, whether or not this machine can run it. Raises ConfigError."""
+    for kernel in kernels.KERNELS:
+        if kernel.name == name:
+            return kernel
+    raise ConfigError(f"kernel {name!r} is unknown: use one of {', '.join(kernels.names())}")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained: `model` of `MODELS`, so many layers of it, over `sp_size` ranks a sequence.
+
+    optimizer: "adamw"; or "none", which is SGD without states: gradients are computed, and change nothing either.
+    """
+
+    model: str
+    layers: int
+    sp_size: int
+    dtype: str = "bfloat16"
+    optimizer: str = "adamw"
+    seed: int = 0
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig(**MODELS[self.model], layers=self.layers)
+
+    def ds_config(self, cuda: bool) -> dict[str, Any]:
+        """ZeRO-3, the same for every method: gathers and buckets of about a decoder layer, so that they stay out of the peak."""
+        one, none = (_numel(dataclasses.replace(self.config, layers=n)) for n in (2, 1))
+        layer = one - none
+        train = TrainConfig(
+            learning_rate=0.0, weight_decay=0.0, gradient_clipping=1.0, zero_stage=3, max_live_parameters=int(FACTOR * layer),
+            dtype="bf16" if self.dtype == "bfloat16" else "fp32", gradient_dtype="bf16" if self.dtype == "bfloat16" else "fp32",
+        )
+        made = deepspeed_config(train, cuda=cuda)
+        made["zero_optimization"]["reduce_bucket_size"] = layer
+        return made
+
+    def make_optimizer(self, model: nn.Module, cuda: bool) -> torch.optim.Optimizer:
+        if self.optimizer == "none":
+            return torch.optim.SGD(model.parameters(), lr=0.0)
+        return build_optimizer(model, TrainConfig(learning_rate=0.0, weight_decay=0.0), cuda=cuda)
+
+
+def _numel(config: ModelConfig) -> int:
+    """Parameters of a model, from its shape."""
+    return count_parameters(build_model(config, meta=True))
+
+
+class Variant:
+    """One setting of an engine: which class each module of the model has under it, and what it left to be asked."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.classes: dict[nn.Module, type] = {}
+        self.checkpointing: Checkpointing | None = None
+        self.attention: dict[nn.Module, Any] = {}
+        self.closers: list[Callable[[], None]] = []
+
+
+class Engine:
+    """A model under DeepSpeed ZeRO-3, which trains by any of `settings`; all have the same `Setting.engine`.
+
+    Collective. Weights are random, from the seed, the same in every engine of a shape.
+
+    Args:
+        kernel: that every attention runs; may be replaced by another between steps (`kernel` is an attribute).
+
+    Raises:
+        PreflightError: a setting does not fit the shape.
+    """
+
+    def __init__(self, shape: Shape, settings: list[Setting], kernel: kernels.Kernel) -> None:
+        if len({setting.engine for setting in settings}) != 1:
+            raise ValueError(f"settings {[str(s) for s in settings]} cannot share an engine")
+        # torch 2.13 deprecates collectives under the names that DeepSpeed calls, at every call.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+        self.shape, self.kernel = shape, kernel
+        cuda = torch.cuda.is_available()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        ds_config = shape.ds_config(cuda)
+        # deepspeed.zero.Init reads it; without a launcher there is one process.
+        os.environ.setdefault("LOCAL_RANK", "0")
+        self.model = build_partitioned_model(shape.config, ds_config, seed=shape.seed)
+        self.handle: upipe.Handle | None = None
+        self.alst: Alst | None = None
+        self._closers: list[Callable[[], None]] = []
+        first = settings[0]
+        if first.name == "upipe":
+            self.handle = upipe.apply(self.model, first.config(shape.sp_size, self.heads, "auto"))
+            self.handle._sharding.kernel = lambda case: self.kernel
+            self.groups = self.handle.mpu
+            self._closers.append(self.handle.remove)
+        else:
+            self.groups = SequenceParallelGroups(shape.sp_size)
+            self._closers.append(self.groups.destroy)
+        self._plain = {module: type(module) for module in self.model.modules()}
+        self.variants = {setting: self._variant(setting) for setting in settings}
+        self.engine, *_ = deepspeed.initialize(
+            model=self.model, config=ds_config, mpu=self.groups, optimizer=shape.make_optimizer(self.model, cuda),
+            dist_init_required=False,
+        )
+        self.engine.train()
+        _keep_frequencies(self.model)
+        self.active: Variant | None = None
+        self.tokens = 0
+        self._pinned_before = torch_pinned_bytes(self.device)
+        self.scale = loss.gradient_scale(self.engine)
+
+    @property
+    def heads(self) -> int:
+        return self.model.config.num_attention_heads
+
+    def _variant(self, setting: Setting) -> Variant:
+        """Put a setting on, remember how the modules look then, and take their looks off again."""
+        made, model = Variant(setting), self.model
+        if setting.name == "alst":
+            self.alst = apply_alst(
+                model, self.groups, lambda: self.kernel, offload=setting.offload != "none", tiles=setting.tiles != "off"
+            )
+            made.closers.append(self.alst.remove)
+        elif setting.name != "upipe":
+            attention = UlyssesAttention(model, self.groups, lambda: self.kernel)
+            made.closers.append(attention.remove)
+        if setting.tiling is not None:
+            made.closers.append(apply_tiling(model, setting.tiling).remove)
+        if setting.fused:
+            made.closers.append(apply_fused_layers(model, self.handle).remove)
+        if setting.checkpoint and setting.name != "alst":
+            contexts = layer_contexts if setting.fused else checkpoint_contexts
+            if setting.name != "upipe":
+                contexts = _no_contexts
+            keep = "auto" if setting.keep is None else setting.keep
+            config = CheckpointConfig(offload=setting.offload, keep_layers_on_gpu=keep, prefetch=setting.prefetch)
+            made.checkpointing = apply_checkpointing(model, config, contexts=contexts)
+            made.closers.append(made.checkpointing.remove)
+        if self.handle is not None:
+            sharding = self.handle._sharding
+            config = setting.config(self.shape.sp_size, self.heads, "auto")
+            for index, layer in enumerate(model.model.layers):
+                # A copy has the groups of the first, and settings of its own.
+                mine = copy.copy(sharding)
+                on_host = setting.host_layers is None or index < setting.host_layers
+                mine.config = dataclasses.replace(config, attention_output="host" if on_host else "device")
+                mine.schedules = {}
+                mine.schedule(self.heads, model.config.num_key_value_heads)
+                made.attention[layer.self_attn] = mine
+        made.classes = {module: type(module) for module in model.modules() if type(module) is not self._plain[module]}
+        self._dress({})
+        return made
+
+    def _dress(self, classes: dict[nn.Module, type]) -> None:
+        for module, cls in self._plain.items():
+            module.__class__ = classes.get(module, cls)
+
+    def activate(self, setting: Setting) -> None:
+        """Train by this setting from now on. Only between steps."""
+        variant = self.variants[setting]
+        if self.active is not variant:
+            self._dress(variant.classes)
+            for module, sharding in variant.attention.items():
+                module._upipe = sharding
+            self.active = variant
+
+    def heads_per_stage(self, setting: Setting) -> int | None:
+        for sharding in self.variants[setting].attention.values():
+            return next(iter(sharding.schedules.values())).heads_per_stage
+        return None
+
+    def batch(self, tokens: int) -> dict[str, Any]:
+        """This rank's shard of a sequence of random tokens, which depend on the seed, the length and the data-parallel rank."""
+        generator = torch.Generator().manual_seed(self.shape.seed * 1_000_003 + self.groups.dp_rank)
+        ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
+        self.tokens = tokens
+        return next(iter(ShardedLoader([{"input_ids": ids, "labels": ids}], self.groups, self.device)))
+
+    def step(self, batch: dict[str, Any], mark: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """One optimizer step by the active setting. -> the global mean token loss, 0-d. mark: called after forward, backward
+        and the optimizer."""
+        setting, engine = self.active.setting, self.engine
+        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+        labels = batch["shift_labels"]
+        if self.handle is not None:
+            self.handle.check(engine, batch)
+        if self.alst is not None:
+            factor = self.scale / batch["num_valid"].clamp(min=1).float()
+            with self.alst.context():
+                value = engine(**inputs, shift_labels=labels, loss_factor=factor).loss
+                told = value.detach() / self.scale
+                dist.all_reduce(told)
+                mark()
+                engine.backward(value)
+        else:
+            if setting.tiled_loss:
+                local = engine(**inputs, shift_labels=labels).loss
+            elif setting.loss == "hf":
+                logits = engine(**inputs).logits.float()
+                local = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                del logits
+            else:
+                local = loss.token_loss_sum(engine(**inputs).logits, labels)
+            value = loss.global_loss(local, batch["num_valid"], batch["accumulation"], self.scale)
+            del local
+            told = value.detach()
+            mark()
+            engine.backward(value)
+        del value
+        mark()
+        engine.step()
+        mark()
+        return told
+
+    def after_step(self) -> dict[str, Any]:
+        """What the step moved between device and host and what is held there, in bytes of this rank; its gradient's norm.
+
+        Of layers' inputs as their offload counted them (DeepSpeed's also as torch's pinned blocks, rounded up to powers of two);
+        of attention outputs by arithmetic.
+        """
+        norm = self.engine.get_global_grad_norm()
+        variant, outputs = self.active, self.attention_output_bytes()
+        told: dict[str, Any] = {"bytes_to_host": 0, "bytes_to_device": 0, "host_pinned": 0, "host_pageable": 0}
+        if self.alst is not None:
+            if self.alst.offload is not None:
+                told |= {key: self.alst.offload.last[key] for key in ("bytes_to_host", "bytes_to_device")}
+                told["host_pinned"] = max(0, torch_pinned_bytes(self.device) - self._pinned_before)
+        elif variant.checkpointing is not None:
+            report = variant.checkpointing.end_step()
+            told |= {key: getattr(report, key) for key in ("bytes_to_host", "bytes_to_device", "gradients_shared")}
+            told |= {"host_pinned": report.pinned_bytes, "host_pageable": report.host_bytes - report.pinned_bytes}
+            if report.offload != variant.setting.offload:
+                raise RuntimeError(f"{variant.setting}: offload went on as {report.offload}")
+        for key in ("bytes_to_host", "bytes_to_device", "host_pinned"):
+            told[key] += outputs
+        return told | {"attention_output_bytes": outputs, "grad_norm": None if norm is None else float(norm)}
+
+    def attention_output_bytes(self) -> int:
+        """Bytes of attention outputs and log-sum-exps that a step sends to the host, and gets back, on this rank: of each layer
+        whose output is kept there L*H*d elements and fp32 numbers for the rank's heads. By arithmetic."""
+        config, tokens = self.model.config, self.tokens
+        layers = sum(s.config.attention_output == "host" for s in self.active.attention.values())
+        local = -(-tokens // self.shape.sp_size)
+        own = -(-self.heads // self.shape.sp_size)
+        size = getattr(torch, self.shape.dtype).itemsize
+        return layers * (local * self.heads * config.head_dim * size + own * tokens * 4)
+
+    def close(self) -> None:
+        """Give everything back: the engine's states, groups, host memory. The object is of no use afterwards."""
+        self.engine.destroy()
+        for setting, variant in self.variants.items():
+            self.activate(setting)
+            for index, layer in enumerate(self.model.model.layers if variant.checkpointing is not None else ()):
+                layer._checkpoint_index = index     # of which each variant's handle deletes its own
+            while variant.closers:
+                variant.closers.pop()()
+            self._dress({})
+        for module in self.model.modules():
+            vars(module).pop("_upipe", None)
+        while self._closers:
+            self._closers.pop()()
+        self.engine = self.model = self.handle = self.alst = self.active = None
+        self.variants, self._plain = {}, {}
+        forget_caches(self.device)
+
+
+def _no_contexts():
+    return nullcontext(), nullcontext()
+
+
+def _keep_frequencies(model: nn.Module) -> None:
+    """Undo DeepSpeed's cast of the rotary frequencies to bf16: it turns angles at long positions into others."""
+    rotary = model.model.rotary_emb
+    with torch.device("cpu"):
+        right = dict(type(rotary)(rotary.config).named_buffers())
+    for name, value in right.items():
+        setattr(rotary, name, value.to(rotary.get_buffer(name).device))
+
+
+def forget_caches(device: torch.device, host_too: bool = True) -> None:
+    """Free what is kept from step to step for speed alone: stage buffers, cuBLAS workspaces, cached blocks; host_too: and idle
+    host memory, whose page-locking takes seconds."""
+    gc.collect()
+    workspace.clear()
+    if host_too:
+        host.pool().clear()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
+def torch_pinned_bytes(device: torch.device) -> int:
+    """Page-locked memory that torch's host allocator holds, as it rounded it up."""
+    return torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if device.type == "cuda" else 0
+
+
+def cap_allocator(gib: float, device: torch.device) -> None:
+    """Let torch's allocator have at most `gib` GiB of the device. Raises ConfigError where there is no GPU, or not as much."""
+    if device.type != "cuda":
+        raise ConfigError(f"a cap of {gib} GiB on the allocator needs a GPU")
+    total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if not 0 < gib <= total:
+        raise ConfigError(f"a cap of {gib} GiB on the allocator: the device has {total:.1f} GiB")
+    torch.cuda.set_per_process_memory_fraction(gib / total, device)
+
+
+class Together:
+    """Ranks agreeing through the store that torch.distributed was started with: it answers also where NCCL waits for a rank
+    that has gone another way.
+
+    Args:
+        name: the same on every rank, and used once.
+        seconds: until ranks that do not answer are given up for lost.
+    """
+
+    def __init__(self, name: str, seconds: float = 240.0) -> None:
+        self.name, self.patience = name, datetime.timedelta(seconds=seconds)
+        self.store = dist.distributed_c10d._get_default_store()
+        self.started, self.count = time.perf_counter(), 0
+
+    def every(self, value: Any) -> list[Any]:
+        """Each rank's value, on every rank. Raises RuntimeError, naming the ranks that do not answer."""
+        keys = [f"{self.name}/{self.count}/{rank}" for rank in range(dist.get_world_size())]
+        self.count += 1
+        self.store.set(keys[dist.get_rank()], pickle.dumps(value))
+        try:
+            self.store.wait(keys, self.patience)
+        except RuntimeError as error:
+            lost = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            seconds = self.patience.total_seconds()
+            raise RuntimeError(f"ranks {lost} did not answer for {seconds:g} s: they wait for others, or have ended") from error
+        return [pickle.loads(self.store.get(key)) for key in keys]
+
+    def seconds(self) -> float:
+        """Since the start, rank 0's on every rank."""
+        return self.every(time.perf_counter() - self.started)[0]

@@ -1,0 +1,441 @@
+"""The whole-model benchmark and the ladder at toy size: every setting trains the same model, records follow from what was
+measured, the search finds the longest length."""
+
+import contextlib
+import io
+import json
+import statistics
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from experiments import ladder, stack, stack_report
+from experiments.alst import chunks
+from experiments.stack_methods import Engine, Setting, Shape, Together, ZeroAttention, named_kernel
+from tests.plain import assert_close
+from tests.sharded import gradients
+from upipe import kernels, records
+from upipe.config import ConfigError
+
+GIB = 2**30
+SETTINGS = (
+    "alst", "upipe:device", "upipe:host", "upipe:host=1,offload=pageable", "upipe:device,U=H,offload=none,overlap=off",
+    "upipe:host,dx=bf16,prefetch=off",
+)
+
+
+def named(parser, settle, arguments):
+    """Settled options; outside of a repository the code is given a name."""
+    given = parser().parse_args(arguments)
+    try:
+        settle(given)
+    except ConfigError as error:
+        if "not a git checkout" not in str(error):
+            raise
+        given = parser().parse_args([*arguments, "--commit", "untracked"])
+        settle(given)
+    return given
+
+
+TOY = ("--model", "toy", "--layers", "2", "--dtype", "float32")
+
+
+def _stack(folder, arguments):
+    """-> what was printed, the records, what disagrees."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        done = stack.run(named(stack.parser, stack.settle, [*TOY, "--results", folder, *arguments]), "test")
+    return printed.getvalue(), done, stack_report.disagreements(done)
+
+
+# settings
+
+
+def test_settings_are_written_as_they_are_read():
+    assert Setting.parse("upipe") == Setting()
+    assert Setting.parse("upipe:host=3,U=8,overlap=off,dx=bf16,offload=pageable,keep=2,prefetch=off,tiles=mlp") == Setting(
+        "upipe", 3, 8, False, "bf16", True, "pageable", 2, False, "mlp"
+    )
+    assert Setting.parse("upipe:host,U=H,layer=fused").heads_per_stage == -1 and Setting.parse("upipe:host").host_layers is None
+    assert Setting.parse("plain:checkpoint=off").offload == "none"
+    for text in (
+        *SETTINGS, "plain:checkpoint=off,tiles=off,loss=hf", "ulysses:tiles=loss", "alst:offload=none,tiles=off",
+        "upipe:layer=fused",
+        *(rung.setting for preset in ladder.PRESETS.values() for rung in preset.rungs),
+    ):
+        setting = Setting.parse(text)
+        assert Setting.parse(str(setting)) == setting
+    for text, says in (
+        ("fsdp", "alst, ulysses, plain, upipe"), ("alst:U=4", "none of"), ("upipe:host=x", "host"),
+        ("upipe:overlap=maybe", "on|off"),
+        ("upipe:device=3", "device"), ("upipe:host,checkpoint=off", "checkpoint=on"),
+        ("upipe:checkpoint=off,offload=pinned", "checkpoint=on"),
+        ("alst:offload=pageable", "pinned|none"), ("alst:tiles=loss", "on|off"), ("ulysses:host", "none of"),
+        ("upipe:layer=fused,dx=bf16", "dx=gemm"), ("upipe:offload=disk", "none|pinned|pageable"),
+    ):
+        with pytest.raises(ConfigError, match=says.replace("|", r"\|")):
+            Setting.parse(text)
+
+
+def test_chunks_are_as_many_as_torch_makes():
+    for rows in range(1, 40):
+        for wanted in range(1, 12):
+            assert chunks(rows, wanted) == len(torch.zeros(rows, 1).chunk(wanted))
+
+
+def test_zero_attention_allocates_as_the_kernel_and_answers_zeros():
+    fa4 = named_kernel("fa4")
+    q, k = torch.randn(1, 64, 4, 16), torch.randn(1, 64, 2, 16)
+    kernel = ZeroAttention(fa4)
+    out, lse = kernel.forward(q, k, k, 0.25)
+    assert out.shape == q.shape and not out.any() and lse.shape == (1, 4, 64) and not lse.any()
+    for given in ({}, {"dq": torch.ones_like(q), "dk": torch.ones_like(k), "dv": torch.ones_like(k)}):
+        grads = kernel.backward(out, q, k, k, out, lse, 0.25, **given)
+        assert [g.shape for g in grads] == [q.shape, k.shape, k.shape] and not any(g.any() for g in grads)
+    with pytest.raises(ValueError, match="not been measured"):
+        ZeroAttention(named_kernel("cudnn")).backward(out, q, k, k, out, lse, 0.25)
+    assert not ZeroAttention(named_kernel("cudnn"), exact=False).backward(out, q, k, k, out, lse, 0.25)[0].any()
+    with pytest.raises(ConfigError, match="fa4"):
+        named_kernel("fa9")
+
+
+# every setting trains the same model
+
+ENGINES = (
+    ("alst",), ("alst:offload=none,tiles=off",), ("ulysses:tiles=loss",), ("ulysses:checkpoint=off,tiles=off,loss=hf",),
+    ("upipe:device", "upipe:host=1", "upipe:host,dx=bf16"), ("upipe:host,layer=fused", "upipe:device,layer=fused,offload=none"),
+    ("upipe:tiles=off,offload=none",),
+)
+
+
+def _gradients(engines, dtype):
+    """For each setting loss and whole gradients; every engine's settings twice, in turn."""
+    found = {}
+    for texts in engines:
+        settings = [Setting.parse(text) for text in texts]
+        engine = Engine(Shape("toy", 2, dist.get_world_size(), dtype), settings, named_kernel("reference"))
+        batch = engine.batch(96)
+        for setting in settings * 2:
+            engine.activate(setting)
+            step, engine.engine.step = engine.engine.step, lambda: None
+            loss = engine.step(batch)
+            grads = gradients(engine.engine)
+            engine.engine.step = step
+            step()
+            engine.after_step()
+            found.setdefault(str(setting), []).append((float(loss), grads))
+        engine.close()
+    return found if dist.get_rank() == 0 else None
+
+
+@pytest.mark.parametrize("ranks,engines,dtype,bound", [
+    (2, ENGINES, "float32", 1e-5), (1, (("plain:checkpoint=off,tiles=off,loss=hf",), ENGINES[0], ENGINES[4]), "float32", 1e-5),
+    (2, (("alst:offload=none,tiles=off",), ("alst",), ("upipe:device",)), "bfloat16", 5e-2),
+])
+def test_every_setting_has_the_same_loss_and_gradients(worlds, ranks, engines, dtype, bound):
+    found = worlds(ranks).run(_gradients, engines=engines, dtype=dtype)[0]
+    assert len(found) == sum(len(texts) for texts in engines)
+    (first_loss, first), _ = next(iter(found.values()))
+    for label, times in found.items():
+        for loss, grads in times:
+            assert loss == pytest.approx(first_loss, rel=1e-6 if dtype == "float32" else 1e-3), label
+            assert set(grads) == set(first)
+            for name, grad in grads.items():
+                assert_close(f"{label}: gradient of {name}", grad, first[name], bound)
+
+
+# the benchmark
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stack(worlds, tmp_path, ranks):
+    lengths = (64, 128) if ranks == 1 else (64,)
+    few = ["--kernel", "reference", "--rounds", "2", "--warmup", "0"]
+    arguments = ["--tokens", *map(str, lengths), *few, "--settings", *SETTINGS]
+    results = worlds(ranks).run(_stack, folder=str(tmp_path), arguments=arguments)
+    printed, done, problems = results[0]
+    assert problems == [] and all(text == "" for text, _, _ in results[1:])
+    found = records.load(tmp_path / "stack.jsonl")
+    assert found == json.loads(json.dumps(done)) and len({r["run_id"] for r in found}) == 1
+    assert [(r["tokens"], r["setting"]) for r in found] == [(n, str(Setting.parse(s))) for n in lengths for s in SETTINGS]
+    assert len({r["point"] for r in found}) == len(found)
+    table = stack_report.table(found)
+    assert printed.rstrip().endswith(table) and len(table.splitlines()) == 1 + len(found)
+    for r in found:
+        _check(r, found, ranks)
+    order = [line.split(": ")[1].split(" ")[0] for line in printed.splitlines() if line.startswith("64 round")]
+    begins = [str(Setting.parse(text)) for text in SETTINGS[:2]]
+    assert order[:: len(SETTINGS)] == begins, "who begins changes"
+
+
+def _check(r, found, ranks):
+    """Numbers of a record that follow from its settings and from each other. Toy: 2 layers, D 64, 8 heads of 16, fp32."""
+    L, setting = r["tokens"] // ranks, r["setting"]
+    assert (r["sp"], r["dp"], r["zero"], r["gpus"], r["peak_gib"], r["tokens_per_s_per_gpu"]) == (ranks, 1, 3, 0, None, None)
+    assert r["method"] == setting.partition(":")[0] and len(r["times_s"]) == 2 and r["time_s"] == statistics.median(r["times_s"])
+    assert (r["warmup_steps"], r["kernel"], r["attention"], r["engines"]) == (2, "reference", "computed", 2)
+    base = next(b for b in found if b["tokens"] == r["tokens"] and b["method"] == "alst")
+    assert r["over_alst"] == r["time_s"] / base["time_s"] and r["loss_off_alst"] < 1e-5 and r["norm_off_alst"] < 1e-5
+    if setting.startswith("alst"):
+        assert r["bytes_to_host"] == 0, "DeepSpeed's offload moves nothing without a GPU"
+        return
+    sent = 1 if r["offload"] != "none" else 0
+    out_layers = {"device": 0, "host=1": 1, "host": 2}[setting.partition(":")[2].split(",")[0]]
+    outputs = out_layers * (L * 8 * 16 * 4 + 8 // ranks * r["tokens"] * 4)
+    assert r["bytes_to_host"] == r["bytes_to_device"] == sent * L * 64 * 4 + outputs
+    assert r["attention_output_host_layers"] == (out_layers or None)
+    assert r["attention_output"] == ("host" if out_layers else "device")
+    assert r["heads_per_stage"] == (8 if "U=H" in setting else ranks)
+    pages = r["host_pinned_gib"] * GIB + r["host_pageable_gib"] * GIB
+    assert pages >= ranks * r["bytes_to_host"] and (r["host_pageable_gib"] > 0) == (r["offload"] == "pageable")
+
+
+def test_memory_only_and_a_time_limit(worlds, tmp_path):
+    arguments = ["--tokens", "64", "--memory-only", "--kernel", "fa4", "--settings", "upipe:host", "ulysses"]
+    printed, done, problems = worlds(2).run(_stack, folder=str(tmp_path), arguments=arguments)[0]
+    assert problems == [] and [r["times_s"] for r in done] == [None, None] and "round" not in printed
+    assert all(r["memory_only"] and r["attention"].startswith("simulated") and r["first_s"] is None for r in done)
+    short = ["--tokens", "64", "--kernel", "reference", "--settings", "upipe:device", "upipe:host"]
+    _, done, _ = worlds(1).run(_stack, folder=str(tmp_path), arguments=[*short, "--time-limit", "0"])[0]
+    assert [r["outcome"] for r in done] == ["timeout"] * 2
+    _, done, _ = worlds(1).run(_stack, folder=str(tmp_path), arguments=[*short, "--once"])[0]
+    assert [(r["warmup_steps"], len(r["times_s"]), r["outcome"]) for r in done] == [(2, 1, "ok")] * 2
+    records.load(tmp_path / "stack.jsonl")
+
+
+def _out_of_memory(folder):
+    """ALST runs out of memory in its step; the others go on."""
+    step = Engine.step
+
+    def failing(self, batch, mark=lambda: None):
+        if self.alst is not None and self.tokens > 64:
+            raise torch.OutOfMemoryError("made up")
+        return step(self, batch, mark)
+
+    Engine.step = failing
+    try:
+        few = ["--kernel", "reference", "--rounds", "1", "--warmup", "0", "--settings", "alst", "upipe:device"]
+        return _stack(folder, ["--tokens", "64", "128", "256", *few])
+    finally:
+        Engine.step = step
+
+
+def test_a_setting_that_runs_out_of_memory_is_recorded_and_left_out(worlds, tmp_path):
+    _, done, _ = worlds(1).run(_out_of_memory, folder=str(tmp_path))[0]
+    assert [(r["tokens"], r["method"], r["outcome"]) for r in done] == [
+        (64, "alst", "ok"), (64, "upipe", "ok"), (128, "alst", "oom_device"), (128, "upipe", "ok"), (256, "upipe", "ok"),
+    ]
+    assert done[2]["reason"] == "OutOfMemoryError: made up" and records.load(tmp_path / "stack.jsonl")
+    assert "over_alst" in done[1] and "over_alst" not in done[3]
+
+
+def test_ratios_and_disagreements():
+    def record(setting, time, peak, **more):
+        base = {"tokens": 64, "outcome": "ok", "setting": setting, "method": setting.partition(":")[0], "time_s": time,
+                "times_s": [time] * 2, "peak_above_states_gib": peak, "loss": 2.0, "grad_norm": 1.0,
+                "heads_per_stage": 2, "heads": 8, "sp": 2,
+                "attention_output": "device", "attention_output_host_layers": None, "overlap": True, "dx": "slabs",
+                "offload": "pinned", "tile_tokens": 8192, "fused": False}
+        return base | more
+
+    rows = [
+        record("alst:a", 4.0, 8.0, heads_per_stage=None), record("upipe:a", 2.0, 4.0),
+        record("upipe:b", 1.6, None, offload="none"),
+        record("upipe:c", 1.0, 16.0, heads_per_stage=8), record("upipe:d", 9.0, 9.0, offload="none", overlap=False),
+        record("upipe:e", None, None, outcome="oom_device"),
+    ]
+    got = stack_report.ratios(rows[1], rows)
+    assert got == {
+        "over_alst": 0.5, "over_alst_rounds": [0.5, 0.5], "over_alst_peak": 0.5, "loss_off_alst": 0.0, "norm_off_alst": 0.0,
+        "over_none": 1.25, "over_none_rounds": [1.25, 1.25], "over_all_heads": 2.0, "over_all_heads_rounds": [2.0, 2.0],
+        "over_all_heads_peak": 0.25,
+    }
+    assert "over_none" not in stack_report.ratios(rows[4], rows) and stack_report.ratios(rows[5], rows) == {}
+    assert stack_report.disagreements(rows) == []
+    rows[1] |= {"loss": 2.01}
+    rows[2] |= {"grad_norm": float("nan")}
+    assert [p.split(" at ")[0] for p in stack_report.disagreements(rows)] == ["loss of upipe:a", "grad_norm of upipe:b"]
+
+
+def test_refusals(tmp_path, capsys):
+    for main, arguments, says in (
+        (stack.main, ["--rounds", "0"], "at least 1"), (stack.main, ["--settings", "fsdp"], "alst, ulysses"),
+        (stack.main, ["--settings", "upipe", "upipe:device"], "twice"), (stack.main, ["--tokens", "many"], "many"),
+        (stack.main, ["--show", "--results", str(tmp_path)], "no records"),
+        (ladder.main, ["--preset", "trl", "--rungs", "+ magic"], "plain loss"),
+        (ladder.main, ["--preset", "trl", "--layers", "99"], "36"),
+        (ladder.main, ["--preset", "figure1", "--most", "1K"], "at least one grain"),
+        (ladder.main, ["--preset", "figure1", "--show", "--results", str(tmp_path)], "no records"),
+    ):
+        assert main(arguments) == 2
+        assert says in capsys.readouterr().err, arguments
+
+
+def _refused_in_a_world(folder):
+    for arguments, says in (
+        (["--tokens", "65"], "multiple of 2"), (["--sp", "3"], "does not divide"), (["--settings", "plain"], "--sp 1"),
+        (["--settings", "upipe:host=3"], "2 layers"), (["--settings", "upipe:U=3"], "heads_per_stage=3"),
+        (["--memory-only", "--kernel", "reference"], "not been measured"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            _stack(folder, ["--kernel", "reference", "--tokens", "64", *arguments])
+    for arguments, says in (
+        (["--grain", "65"], "multiple of 2"), (["--grain", "64"], "needs a GPU"),
+        (["--memory-only", "--kernel", "cudnn"], "not been measured"),
+    ):
+        given = ["--preset", "figure1", "--kernel", "reference", "--most", "1K", "--grain", "64", *arguments]
+        options = named(ladder.parser, ladder.settle, given)
+        with pytest.raises(ValueError, match=says):
+            ladder.run(options, "test", None if "GPU" in says else (lambda setting, tokens: 0))
+
+
+def _agree(name):
+    ranks = Together(name, seconds=0.5)
+    told = ranks.every({"rank": dist.get_rank()}), ranks.seconds()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] did not answer for 0.5 s"):
+            ranks.every(0)
+    return told
+
+
+def test_ranks_agree_or_say_who_is_lost(worlds, tmp_path):
+    first, second = worlds(2).run(_agree, name=str(tmp_path))
+    assert first == second and first[0] == [{"rank": 0}, {"rank": 1}]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_refusals_of_a_run(worlds, tmp_path):
+    worlds(2).run(_refused_in_a_world, folder=str(tmp_path))
+    assert not (tmp_path / "stack.jsonl").exists()
+
+
+# the ladder
+
+
+@pytest.mark.parametrize("bent", [0.0, 0.3])
+def test_search_finds_the_longest_length_in_few_steps(bent):
+    """Made-up memory, a line or a curve: compared with trying every length."""
+    for per_token in (1.0, 7.0, 33.0):
+        for constant in (0.0, 500.0, 5000.0):
+            for most in (64, 1000, 4096):
+                def peak(tokens, per_token=per_token, constant=constant, most=most):
+                    return constant + per_token * tokens * (1 + bent * tokens / most)
+
+                tried = []
+
+                def probe(tokens, peak=peak, tried=tried):
+                    tried.append(tokens)
+                    return peak(tokens) if peak(tokens) <= 4000 else None
+
+                found = ladder.search(probe, 4000, 8, 40, most)
+                fits = [n for n in range(8, most + 1, 8) if peak(n) <= 4000]
+                assert found.complete and found.longest == (fits[-1] if fits else 0)
+                assert found.shortest_not == (None if len(fits) == most // 8 else 8 * (len(fits) + 1))
+                assert len(tried) == len(set(tried)) <= 14 and set(found.peaks) == set(tried)
+
+
+def test_search_that_is_cut_off():
+    def probe(tokens):
+        if tokens > 80:
+            raise ladder.TimeIsUp
+        return float(tokens)
+
+    found = ladder.search(probe, 1000, 8, 40, 4096)
+    assert (found.longest, found.shortest_not, found.complete) == (80, None, False)
+
+
+def made_up(setting, tokens):
+    """Bytes: every lever takes something off."""
+    per_token = 32 - 4 * setting.checkpoint - 4 * (setting.offload != "none") - 8 * setting.tiled_loss
+    per_token -= 4 * (setting.tiles == "on") + 4 * (setting.name == "upipe") + 3 * (setting.host_layers is None)
+    return tokens * per_token * (2 if setting.name == "plain" else 1) * 2**20
+
+
+def _ladder(folder, preset, arguments=()):
+    printed = io.StringIO()
+    lengths = ["--grain", "32", "--first", "64", "--most", "512", "--cap", "4"]
+    arguments = ["--preset", preset, *TOY, *lengths, "--results", folder, *arguments]
+    with contextlib.redirect_stdout(printed):
+        done = ladder.run(named(ladder.parser, ladder.settle, arguments), "test", made_up)
+    return printed.getvalue(), done
+
+
+SOME = ("plain", "+ tiled MLP", "+ output on host")
+
+
+@pytest.mark.parametrize("ranks,preset,rungs,more", [
+    (2, "figure1", SOME, ("--memory-only",)), (1, "trl", ("plain loss", "+ offload"), ("--kernel", "reference")),
+    pytest.param(2, "figure1", None, ("--memory-only",), marks=pytest.mark.slow),
+    pytest.param(1, "trl", None, ("--memory-only",), marks=pytest.mark.slow),
+])
+def test_ladder(worlds, tmp_path, ranks, preset, rungs, more):
+    arguments = [*more, *(["--rungs", *rungs] if rungs else [])]
+    printed, done = worlds(ranks).run(_ladder, folder=str(tmp_path), preset=preset, arguments=arguments, timeout=300)[0]
+    found = records.load(tmp_path / "ladder.jsonl")
+    assert found == json.loads(json.dumps(done))
+    assert tuple(r["rung"] for r in found) == (rungs or tuple(rung.label for rung in ladder.PRESETS[preset].rungs))
+    for r in found:
+        setting = Setting.parse(r["setting"])
+        fits = [n for n in range(32, 513, 32) if made_up(setting, n) <= 4 * GIB]
+        assert r["search_complete"] and r["outcome"] == "ok" and r["longest_tokens"] == r["tokens"] == fits[-1]
+        assert r["memory"] == "by arithmetic" and r["memory_only"] == ("--memory-only" in more) and r["peak_gib"] is None
+        assert (r["sp"], r["dp"]) == ((1, ranks) if setting.name == "plain" else (ranks, 1))
+        assert r["others_inputs_gib"] == (34 * r["tokens"] * 64 * 4 / GIB if preset == "trl" and r["offload"] == "none" else 0)
+    told = {"plain loss": 32768, "tiled loss": 163840, "+ offload": 262144} if preset == "trl" else {}
+    assert [r["reported_tokens"] for r in found] == [told.get(r["rung"]) for r in found]
+    assert printed.rstrip().endswith(ladder.table(found))
+    ladder.draw(found, str(tmp_path / "ladder.png"))
+    assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_ladder_on_which_nothing_fits_or_time_is_short(worlds, tmp_path):
+    more = ["--rungs", "+ UPipe", "--memory-only"]
+    _, (none,) = worlds(2).run(_ladder, folder=str(tmp_path), preset="figure1", arguments=[*more, "--cap", "0.1"])[0]
+    assert (none["outcome"], none["longest_tokens"], none["tokens"]) == ("oom_device", 0, 32) and "not even 32" in none["reason"]
+    _, (cut,) = worlds(2).run(_ladder, folder=str(tmp_path), preset="figure1", arguments=[*more, "--time-limit", "0"])[0]
+    assert cut["outcome"] == "timeout" and not cut["search_complete"]
+    records.load(tmp_path / "ladder.jsonl")
+
+
+def test_the_figure_has_the_records_lengths(tmp_path, monkeypatch):
+    from matplotlib import axes
+
+    bars, marks = [], []
+    monkeypatch.setattr(axes.Axes, "barh", lambda self, y, width, **k: bars.append(list(width)))
+    plain_plot = axes.Axes.plot
+
+    def plot(self, x, y, *args, **options):
+        marks.append((list(x), list(y)))
+        return plain_plot(self, x, y, *args, **options)
+
+    monkeypatch.setattr(axes.Axes, "plot", plot)
+    base = {"search_complete": True, "model": "m", "layers": 2, "gpus": 0, "gpu": None, "cap_gib": 28.0, "memory_only": True}
+    rows = [base | {"rung": str(i), "longest_tokens": 1024 * i, "reported_tokens": 2048 if i == 2 else None} for i in (1, 2, 3)]
+    ladder.draw(rows, str(tmp_path / "a.png"))
+    assert bars == [[1024, 2048, 3072]] and marks == [([2048], [1])]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        ladder.draw([], str(tmp_path / "b.png"))
+
+
+def test_the_command(tmp_path):
+    """Alone, as one process; then its table from the records."""
+    is_checkout = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True).returncode == 0
+    common = [sys.executable, "-m", "experiments.stack", "--results", str(tmp_path)]
+    arguments = [*TOY, "--tokens", "64", "--kernel", "reference", "--rounds", "1", "--settings", "alst", "upipe:host"]
+    arguments += [] if is_checkout else ["--commit", "untracked"]
+    done = subprocess.run([*common, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = records.load(tmp_path / "stack.jsonl")
+    assert [r["method"] for r in found] == ["alst", "upipe"]
+    shown = subprocess.run([*common, "--show"], capture_output=True, text=True, timeout=120)
+    assert shown.returncode == 0 and stack_report.table(found) in shown.stdout, shown.stderr[-2000:]
+
+
+def test_every_kernel_of_a_preset_can_be_simulated():
+    """--memory-only needs to know what fa4's backward holds, with the heads of every lever."""
+    for heads, kv_heads in ((32, 8), (16, 4), (1, 1), (2, 1)):
+        assert named_kernel("fa4").backward_bytes(1024, heads, kv_heads, 128) > 0
+    assert "fa4" in kernels.names()
