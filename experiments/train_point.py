@@ -10,7 +10,9 @@ Shapes: B sequences of a micro-batch, S tokens of a sequence.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 import statistics
 import time
 import warnings
@@ -22,14 +24,17 @@ import torch
 import torch.distributed as dist
 
 import upipe
-from upipe import kernels
-from upipe.build import ModelConfig, build_model, count_parameters, hf_config
+from upipe import host, kernels, memory
+from upipe.build import ModelConfig, build_model, build_partitioned_model, hf_config, model_sizes, wants_zero_init
 from upipe.config import ConfigError, Length
+from upipe.environment import host_gib
+from upipe.memory import MemoryConfig, Stack
 from upipe.preflight import PreflightError, check_schedule
 from upipe.records import Record, tokens_per_step, unit_gib
 from upipe.trainer import TrainConfig, build_optimizer, deepspeed_config
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DX = {"gemm": "slabs", "bf16": "bfloat16"}
 
 
 @dataclass
@@ -50,8 +55,15 @@ class Point:
     untimed_steps: int = 1
     train: TrainConfig = field(default_factory=TrainConfig)
     upipe: upipe.UPipeConfig = field(default_factory=upipe.UPipeConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+
+    @classmethod
+    def filled(cls, mapping: dict[str, Any]) -> dict[str, Any]:
+        """The mapping with what its preset sets; `config.from_mapping` asks."""
+        return memory.fill(mapping, mapping.get("tokens"))
 
     def __post_init__(self):
+        memory.check(self)
         for name, least in (("tokens", 2), ("processes", 1), ("untimed_steps", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
@@ -68,13 +80,16 @@ def record(point: Point) -> Record:
     return Record(
         method=point.method, model=point.model_name, layers=shape.num_hidden_layers, tokens=point.tokens,
         sp=sp, ring=1, dp=point.processes // sp if sp > 0 and point.processes % sp == 0 else None, zero=point.train.zero_stage,
-        heads_per_stage=sp if U is None else U, kernel=None if point.upipe.kernel == "auto" else point.upipe.kernel,
-        attention_output="device", offload="none", dtype=DTYPES[point.train.dtype], warmup_steps=point.untimed_steps,
+        heads_per_stage={None: sp, "auto": None}.get(U, U), kernel=None if point.upipe.kernel == "auto" else point.upipe.kernel,
+        attention_output=point.upipe.attention_output, overlap=point.upipe.overlap, dx=DX[point.upipe.dx],
+        keep_layers_on_gpu=None, offload=None if point.memory.offload == "auto" else point.memory.offload,
+        tile_tokens=point.memory.mlp_tokens, dtype=DTYPES[point.train.dtype], warmup_steps=point.untimed_steps,
         extra={
             "scope": "model", "device": point.device, "processes": point.processes, "hidden_size": shape.hidden_size,
             "heads": shape.num_attention_heads, "kv_heads": shape.num_key_value_heads,
             "micro_batch_size": point.train.micro_batch_size, "accumulation": point.train.accumulation,
-            "checkpointing": point.model.checkpointing, "data": f"random tokens, seed {point.train.seed}",
+            "checkpointing": point.model.checkpointing, "memory": dataclasses.asdict(point.memory),
+            "data": f"random tokens, seed {point.train.seed}",
         },
     )
 
@@ -106,24 +121,46 @@ def run(point: Point) -> Record:
     upipe.init_distributed()
     if dist.get_world_size() != point.processes:
         raise ConfigError(f"processes={point.processes}, but the world has {dist.get_world_size()}")
-    model = build_model(point.model, seed=point.train.seed)
-    parameters, vocabulary = count_parameters(model), model.config.vocab_size
-    ds_config = deepspeed_config(point.train, cuda=cuda)
-    handle = upipe.apply(model, point.upipe, ds_config=ds_config)
+    sizes = model_sizes(point.model)
+    ds_config = deepspeed_config(point.train, point.memory, cuda=cuda, layer_parameters=sizes.layer_parameters)
+    plan = memory.make_plan(
+        point, point.tokens, sizes, world=point.processes, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", point.processes)),
+        device_bytes=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if cuda else None,
+        host_bytes=int(host_gib() * memory.GIB),
+    )  # fmt: skip
+    if cuda and dist.get_rank() == 0:
+        memory.warn_of_allocator()
+    described = plan.model(point.model)
+    if wants_zero_init(described, zero_stage=point.train.zero_stage, cuda=cuda):
+        model = build_partitioned_model(described, ds_config, seed=point.train.seed)
+    else:
+        model = build_model(described, seed=point.train.seed)
+    vocabulary = model.config.vocab_size
+    stack = memory.apply_stack(model, plan, point.upipe, ds_config)
+    handle = stack.handle
     _check_kernel(point, model, handle.device)
     engine = _engine(model, ds_config, handle, point.train, cuda)
-    steps = _Steps(engine, handle, cuda)
+    steps = _Steps(engine, handle, cuda, stack)
     measured = steps.run(_batches(point, vocabulary, handle.dp_rank), point.train.steps, point.untimed_steps)
     done = record(point)
     used = sorted(set(handle.kernels.values()))
     done.kernel = used[0] if len(used) == 1 else None
     done.dp = handle.dp_size
-    done.extra |= {"parameters": parameters, "kernels": used, "losses": measured.pop("losses")}
+    done.heads_per_stage = handle.widths[0] if len(handle.widths) == 1 else None
+    done.extra |= {
+        "parameters": sizes.parameters, "kernels": used, "losses": measured.pop("losses"), "plan": plan.describe(),
+        "report": handle.report().splitlines(), "sent_layers": plan.sent_layers, "host_steps": measured.pop("host_steps"),
+    }
     done = done.updated(measured)
+    if plan.checkpointing is not None:
+        done.offload, done.keep_layers_on_gpu = plan.checkpointing.offload, plan.layers - plan.sent_layers
+    held, pinned = _on_host()
+    done.host_pinned_gib = (done.host_pinned_gib or 0.0) + pinned
+    done.host_pageable_gib = held - pinned
     if cuda:
         done.tokens_per_s_per_gpu = tokens_per_step(done) / done.time_s / point.processes
         done.peak_units = done.peak_above_states_gib / unit_gib(done)
-    handle.remove()
+    stack.remove()
     dist.destroy_process_group()
     return done
 
@@ -162,14 +199,15 @@ def _batches(point: Point, vocabulary: int, dp_rank: int) -> Iterator[dict[str, 
 class _Steps:
     """Runs and measures optimizer steps."""
 
-    def __init__(self, engine, handle, cuda: bool):
-        self.engine, self.handle, self.cuda = engine, handle, cuda
+    def __init__(self, engine, handle, cuda: bool, stack: Stack | None = None):
+        self.engine, self.handle, self.cuda, self.stack = engine, handle, cuda, stack
 
     def run(self, batches: Iterator[dict], steps: int, untimed: int) -> dict[str, Any]:
-        """-> the fields of a record that only a run can fill, and `losses`, that of every step."""
+        """-> the fields of a record that only a run can fill, `losses`, that of every step, and `host_steps`, what each moved
+        and held on the host."""
         accumulation = self.engine.gradient_accumulation_steps()
         shards = iter(self.handle.shard(batches, accumulation=accumulation))
-        seconds, losses = [], []
+        seconds, losses, moved = [], [], []
         for step in range(steps):
             if self.cuda and step == untimed:
                 torch.cuda.reset_peak_memory_stats()
@@ -177,13 +215,14 @@ class _Steps:
             elapsed, loss = self._step(window)
             if not math.isfinite(loss):
                 raise FloatingPointError(f"the loss of step {step} is {loss}")
+            moved.append({} if self.stack is None else self.stack.end_step())
             seconds.append(elapsed)
             losses.append(loss)
         norm = self.engine.get_global_grad_norm()
         times = self._slowest(seconds[untimed:])
         fields = {
             "times_s": times, "time_s": statistics.median(times), "losses": losses, "loss": losses[-1],
-            "grad_norm": None if norm is None else float(norm),
+            "grad_norm": None if norm is None else float(norm), "host_steps": moved,
         }
         return fields | (self._memory() if self.cuda else {})
 
@@ -224,6 +263,13 @@ class _Steps:
             "peak_gib": peak / 2**30, "reserved_gib": reserved / 2**30, "states_gib": states / 2**30,
             "peak_above_states_gib": (peak - states) / 2**30, "host_pinned_gib": sum(row[3] for row in every) / 2**30,
         }
+
+
+def _on_host() -> tuple[float, float]:
+    """Host memory of upipe's own blocks in GiB, all ranks together: all of it, and the pinned part."""
+    every: list = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (host.pool().held_bytes, host.pool().pinned_bytes))
+    return tuple(sum(column) / 2**30 for column in zip(*every))
 
 
 def _shape(model: ModelConfig) -> Any:

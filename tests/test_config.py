@@ -120,6 +120,23 @@ def test_refused_files(tmp_path):
             load(Outer, file)
 
 
+@dataclass
+class Filling(Inner):
+    rate: float = 1.0
+
+    @classmethod
+    def filled(cls, mapping):
+        return {"rate": 2.0} | mapping
+
+
+def test_a_class_may_fill_in_what_is_not_given():
+    assert from_mapping(Filling, {}).rate == 2.0 and from_mapping(Filling, {"rate": 3}).rate == 3.0 and Filling().rate == 1.0
+    given = {"tokens": 4}
+    assert from_mapping(Filling, given).tokens == 4 and given == {"tokens": 4}
+    with pytest.raises(ConfigError, match="did you mean 'rate'"):
+        from_mapping(Filling, {"rat": 1})
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

@@ -195,6 +195,35 @@ def attention_call(base: type):
     return __call__
 
 
+def block_spec(
+    attention: nn.Module, architecture: models.Architecture, sharding: Sharding, hidden_states: torch.Tensor, position_ids
+) -> BlockSpec:
+    """What the block computes for an attention module and its hidden states [B, L, D] now. Raises PreflightError."""
+    preflight.check_attention(type(attention).__name__, attention, architecture)
+    preflight.check_dtype(hidden_states.dtype)
+    preflight.check_autocast(hidden_states.device.type)
+    window, softcap = architecture.window(attention), architecture.softcap_of(attention)
+    kernel = sharding.kernel(kernels.Case.of(hidden_states, attention.head_dim, window is not None, softcap is not None))
+    tokens = hidden_states.shape[1] * sharding.config.sp_size
+    return BlockSpec(
+        schedule=sharding.schedule(*architecture.heads(attention), tokens, kernel.name),
+        rank=sharding.groups.sp_rank,
+        group=sharding.groups.sp_group,
+        kernel=kernel,
+        head_dim=attention.head_dim,
+        scale=attention.scaling,
+        norm_eps=architecture.norm_eps(attention),
+        norm_width=architecture.norm_width or "head",
+        norm_offset=architecture.norm_offset,
+        offsets=sharding.offsets(position_ids, hidden_states.shape[0]),
+        window=window,
+        softcap=softcap,
+        attention_output=sharding.config.attention_output,
+        overlap=sharding.config.overlap,
+        dx=sharding.config.dx,
+    )
+
+
 def attention_forward(plain, architecture: models.Architecture):
     """`forward` of a sharded attention module.
 
@@ -212,30 +241,8 @@ def attention_forward(plain, architecture: models.Architecture):
             raise PreflightError(_NO_CACHE)
         if attention_mask is not None and attention_mask.numel() > 1:
             raise PreflightError(_no_mask(attention_mask))
-        preflight.check_attention(type(self).__name__, self, architecture)
-        preflight.check_dtype(hidden_states.dtype)
-        preflight.check_autocast(hidden_states.device.type)
         cos, sin = architecture.angles(position_embeddings)
-        window, softcap = architecture.window(self), architecture.softcap_of(self)
-        kernel = sharding.kernel(kernels.Case.of(hidden_states, self.head_dim, window is not None, softcap is not None))
-        tokens = hidden_states.shape[1] * sharding.config.sp_size
-        spec = BlockSpec(
-            schedule=sharding.schedule(*architecture.heads(self), tokens, kernel.name),
-            rank=sharding.groups.sp_rank,
-            group=sharding.groups.sp_group,
-            kernel=kernel,
-            head_dim=self.head_dim,
-            scale=self.scaling,
-            norm_eps=architecture.norm_eps(self),
-            norm_width=architecture.norm_width or "head",
-            norm_offset=architecture.norm_offset,
-            offsets=sharding.offsets(kwargs.get("position_ids"), hidden_states.shape[0]),
-            window=window,
-            softcap=softcap,
-            attention_output=sharding.config.attention_output,
-            overlap=sharding.config.overlap,
-            dx=sharding.config.dx,
-        )
+        spec = block_spec(self, architecture, sharding, hidden_states, kwargs.get("position_ids"))
         return attention_block(hidden_states, architecture.projections(self), cos, sin, spec), None
 
     return forward
@@ -349,6 +356,13 @@ class Handle:
     def kernels(self) -> dict[str, str]:
         """Kernels that ran so far: case -> name."""
         return {str(case): kernel.name for case, kernel in self._sharding.kernels.items()}
+
+    @property
+    def widths(self) -> list[int]:
+        """Stage widths U: those chosen so far where heads_per_stage is "auto", else the one there is."""
+        if self.config.heads_per_stage == "auto":
+            return sorted(set(self._sharding._widths.values()))
+        return sorted({width for _, _, width in self._sharding.schedules})
 
     def shard(self, loader: Iterable[dict], accumulation: int = 1) -> ShardedLoader:
         """This rank's shards of a loader of global batches; see `loader.ShardedLoader`.
@@ -537,9 +551,12 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     return handle
 
 
+_PARTS = ("_tiling", "_fused", "_checkpointing")
+
+
 def _stack_parts(module: nn.Module) -> list:
-    """Handles of what else was put on a module: tiling, checkpointing."""
-    return [vars(cls)[name] for cls in type(module).__mro__ for name in ("_tiling", "_checkpointing") if name in vars(cls)]
+    """Handles of what else was put on a module."""
+    return [vars(cls)[name] for cls in type(module).__mro__ for name in _PARTS if name in vars(cls)]
 
 
 def _layer_of(model: nn.Module, attention_name: str) -> nn.Module:

@@ -212,6 +212,34 @@ def enable_checkpointing(model: nn.Module, *, reentrant: bool) -> None:
         model.gradient_checkpointing_enable(options)
 
 
+@dataclass(frozen=True)
+class ModelSizes:
+    """Numbers of a model, whole: parameters; decoder layers and the parameters of the largest; hidden size D; query heads H and
+    the width of the attention output, H * d; vocabulary V."""
+
+    parameters: int
+    layers: int
+    layer_parameters: int
+    hidden_size: int
+    heads: int
+    attention_width: int
+    vocab_size: int
+
+
+def model_sizes(config: ModelConfig) -> ModelSizes:
+    """The sizes of the model of `config`, from shapes alone. Raises ConfigError as `hf_config` does."""
+    model = build_model(config, meta=True)
+    described, parameters = model.config.get_text_config(), count_parameters(model)
+    layers = getattr(model.get_decoder() if hasattr(model, "get_decoder") else model, "layers", None)
+    # A model without a list of layers is refused when UPipe is applied, by name.
+    largest = max(map(count_parameters, layers)) if layers else parameters // described.num_hidden_layers
+    head_dim = getattr(described, "head_dim", None) or described.hidden_size // described.num_attention_heads
+    return ModelSizes(
+        parameters, described.num_hidden_layers, largest, described.hidden_size, described.num_attention_heads,
+        described.num_attention_heads * head_dim, described.vocab_size,
+    )  # fmt: skip
+
+
 def count_parameters(model: nn.Module) -> int:
     """Parameters of `model`, tied ones once, partitioned ones (ZeRO-3) in full."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())

@@ -1,8 +1,9 @@
 """The self-check: the sharded model's loss and every gradient against the plain, unsharded model's.
 
 The plain model is built anew on the first rank with the weights gathered from the engine, and is Hugging Face's own
-forward with `labels` on the whole batch. Errors are relative: |a - b| / |b| in the 2-norm, in float64; where the
-reference is zero the error is |a| and at most ABSOLUTE is allowed. No parameter is left out.
+forward with `labels` on the whole batch (with a z-loss or label smoothing: torch's cross-entropy of its logits). Errors
+are relative: |a - b| / |b| in the 2-norm, in float64; where the reference is zero the error is |a| and at most ABSOLUTE
+is allowed. No parameter is left out.
 
 In fp32 the loss must agree to LOSS and every gradient to GRADIENT. In bf16 there is no exact answer to agree with:
 the error of the plain bf16 model against the plain fp32 model with the same (bf16-rounded) weights is the measure, and
@@ -22,6 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from upipe.loss import IGNORE, LossTerms
 
 LOSS = 1e-5
 GRADIENT = 1e-4
@@ -93,6 +97,7 @@ def self_check(
     batches: list[dict[str, Tensor]],
     *,
     accumulation: int = 1,
+    terms: LossTerms | None = None,
 ) -> CheckResult:
     """Run the check; collective, every rank calls it with the same arguments.
 
@@ -100,6 +105,8 @@ def self_check(
     build_reference: builds the plain fp32 model in training mode; called on the first rank, its weights are replaced.
     batches: global batches of one accumulation window each, [N, S] tensors on the CPU (input_ids and labels at least),
     where N = dp_size * accumulation * B; the rows go to the data-parallel ranks in order, then to the micro-batches.
+
+    terms: of the loss that the engine trains on, besides cross-entropy and the model's own softcap.
 
     The engine is stepped between batches with a learning rate of 0, which clears its gradients and leaves the weights; its
     optimizer is of no use afterwards.
@@ -117,11 +124,11 @@ def self_check(
         loss, gradients = _sharded_gradients(engine, handle, batch, accumulation, step=number + 1 < len(batches))
         if dist.get_rank() != 0:
             continue
-        reference_loss, reference = _plain_gradients(models[torch.float32], batch, handle.device)
+        reference_loss, reference = _plain_gradients(models[torch.float32], batch, handle.device, terms)
         pools[0].add(loss, gradients, reference_loss, reference)
         pair = [pair[0] + loss / len(batches), pair[1] + reference_loss / len(batches)]
         if dtype == "bf16":
-            plain_loss, plain = _plain_gradients(models[torch.bfloat16], batch, handle.device)
+            plain_loss, plain = _plain_gradients(models[torch.bfloat16], batch, handle.device, terms)
             pools[1].add(plain_loss, plain, reference_loss, reference)
     box = [None]
     if dist.get_rank() == 0:
@@ -245,14 +252,19 @@ def _plain_model(model: nn.Module, weights: dict[str, Tensor], device: torch.dev
 
 
 def _plain_gradients(
-    model: nn.Module, batch: dict[str, Tensor], device: torch.device
+    model: nn.Module, batch: dict[str, Tensor], device: torch.device, terms: LossTerms | None = None
 ) -> tuple[float, dict[str, Tensor | None]]:
     """Loss and gradients of a plain model; they stay on its device, and the model keeps none."""
     output = model(**{key: value.to(device) for key, value in batch.items()}, use_cache=False)
-    output.loss.backward()
+    loss = output.loss
+    if terms is not None and (terms.z_loss or terms.label_smoothing):
+        logits, labels = output.logits.float(), pad(batch["labels"], (0, 1), value=IGNORE)[:, 1:].to(device)
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, label_smoothing=terms.label_smoothing)
+        loss = loss + terms.z_loss * logits.logsumexp(-1)[labels != IGNORE].square().mean()
+    loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return float(output.loss.detach()), gradients
+    return float(loss.detach()), gradients
 
 
 def _orderable(value: float) -> float:

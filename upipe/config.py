@@ -59,8 +59,11 @@ def load(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ...] 
 
 def from_mapping(cls: type[T], mapping: dict[str, Any], *, key: str = "", folder: str | Path = ".") -> T:
     """The dataclass `cls` filled from a plain mapping. `key` is the dotted prefix that error messages show, `folder`
-    what relative `File` values are relative to. Raises ConfigError."""
+    what relative `File` values are relative to. A class method `filled(mapping)` of the class returns the mapping with what it
+    adds where nothing was given (presets do). Raises ConfigError."""
     hints = typing.get_type_hints(cls, include_extras=True)
+    if hasattr(cls, "filled"):
+        mapping = cls.filled(mapping)
     values = {}
     for name, value in mapping.items():
         if name not in hints:

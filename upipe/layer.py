@@ -34,7 +34,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, rms_norm
 
-from upipe import block, kernels, models, preflight, tiled, workspace
+from upipe import block, models, preflight, tiled, workspace
+from upipe.apply import block_spec
 from upipe.block import BlockSpec, Projections, _HostCopy, _Run, _SlabSums, _wait
 from upipe.loss import add_product
 from upipe.offload import decoder_layers
@@ -639,25 +640,9 @@ def _layer_forward(plain: Callable, architecture: models.Architecture) -> Callab
             )
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             raise PreflightError(_OWN_CHECKPOINTING)
-        preflight.check_attention(type(attention).__name__, attention, architecture)
-        preflight.check_dtype(hidden_states.dtype)
-        preflight.check_autocast(hidden_states.device.type)
         cos, sin = architecture.angles(position_embeddings)
-        window, config = architecture.window(attention), sharding.config
         spec = LayerSpec(
-            block=BlockSpec(
-                schedule=sharding.schedule(*architecture.heads(attention)),
-                rank=sharding.groups.sp_rank,
-                group=sharding.groups.sp_group,
-                kernel=sharding.kernel(kernels.Case.of(hidden_states, attention.head_dim, window is not None)),
-                head_dim=attention.head_dim,
-                scale=attention.scaling,
-                norm_eps=architecture.norm_eps(attention),
-                offsets=sharding.offsets(position_ids, hidden_states.shape[0]),
-                window=window,
-                attention_output=config.attention_output,
-                overlap=config.overlap,
-            ),
+            block=block_spec(attention, architecture, sharding, hidden_states, position_ids),
             act=tiled._activation(self.mlp),
             input_eps=self.input_layernorm.variance_epsilon,
             post_eps=self.post_attention_layernorm.variance_epsilon,

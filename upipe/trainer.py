@@ -27,19 +27,24 @@ import torch.distributed as dist
 import yaml
 from tqdm import tqdm
 
-from upipe import checkpoint
-from upipe.apply import UPipeConfig, apply
-from upipe.build import ModelConfig, build_model, build_partitioned_model, count_parameters, longest_served, wants_zero_init
+from upipe import checkpoint, memory
+from upipe.apply import UPipeConfig
+from upipe.build import ModelConfig, build_model, build_partitioned_model, longest_served, model_sizes, wants_zero_init
 from upipe.check import CheckResult, self_check
 from upipe.comm import init_distributed
 from upipe.config import ConfigError, to_mapping
 from upipe.data import DataConfig, EpochBatches, EvaluationBatches, build_data, build_tokenizer, stack
+from upipe.environment import host_gib
+from upipe.loss import LossTerms
+from upipe.memory import MemoryConfig, apply_stack, make_plan
 from upipe.metrics import FILE as METRICS
 from upipe.metrics import Metrics, check_installed
 from upipe.optimize import TrainConfig, build_optimizer, deepspeed_config, learning_rate
 
 logger = logging.getLogger(__name__)
-__all__ = ["Interrupted", "RunConfig", "TrainConfig", "Trainer", "build_optimizer", "deepspeed_config", "learning_rate"]
+__all__ = [
+    "Interrupted", "MemoryConfig", "RunConfig", "TrainConfig", "Trainer", "build_optimizer", "deepspeed_config", "learning_rate",
+]
 
 
 @dataclass
@@ -50,13 +55,16 @@ class RunConfig:
     data: DataConfig
     train: TrainConfig = field(default_factory=TrainConfig)
     upipe: UPipeConfig = field(default_factory=UPipeConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def __post_init__(self):
-        if self.upipe.attention_output == "host" and self.model.checkpointing != "non-reentrant":
-            raise ValueError(
-                f"upipe.attention_output=host with model.checkpointing={self.model.checkpointing}: it is kept for the recomputed "
-                "forward of a checkpointed layer; set model.checkpointing: non-reentrant"
-            )
+        memory.check(self)
+
+    @classmethod
+    def filled(cls, mapping: dict[str, Any]) -> dict[str, Any]:
+        """The mapping with what its preset sets; `config.from_mapping` asks."""
+        data = mapping.get("data")
+        return memory.fill(mapping, data.get("tokens", DataConfig.tokens) if isinstance(data, dict) else DataConfig.tokens)
 
 
 class Interrupted(Exception):
@@ -91,7 +99,9 @@ class Trainer:
         self.checkpoint = checkpoint.find(resume, train.run_dir)
         self._check_run_dir(resume)
         self.cuda = torch.cuda.is_available()
-        self.ds_config = deepspeed_config(train, cuda=self.cuda)
+        sizes = model_sizes(config.model)
+        self.parameters = sizes.parameters
+        self.ds_config = deepspeed_config(train, config.memory, cuda=self.cuda, layer_parameters=sizes.layer_parameters)
         partitioned = wants_zero_init(config.model, zero_stage=train.zero_stage, cuda=self.cuda)
         init_distributed()
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -100,16 +110,29 @@ class Trainer:
             saved = checkpoint.read_state(self.checkpoint)
             checkpoint.check_resumable(self.checkpoint, saved, self._state(0))
             self.start = saved["step"]
+        world = dist.get_world_size()
+        plan = make_plan(
+            config,
+            config.data.tokens,
+            sizes,
+            world=world,
+            local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+            device_bytes=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if self.cuda else None,
+            host_bytes=int(host_gib() * 2**30),
+        )
+        if self.cuda and self.is_main:
+            memory.warn_of_allocator()
+        described = plan.model(config.model)
         if partitioned and not dry_run:
-            self.model = build_partitioned_model(config.model, self.ds_config, seed=train.seed)
+            self.model = build_partitioned_model(described, self.ds_config, seed=train.seed)
         else:
-            self.model = build_model(config.model, seed=train.seed, meta=dry_run)
+            self.model = build_model(described, seed=train.seed, meta=dry_run)
         vocabulary, tokens = self.model.config.vocab_size, self.tokenizer.vocab_size
         if vocabulary < tokens:
             raise ConfigError(f"the model's vocabulary of {vocabulary} is smaller than the tokenizer's {tokens}")
         self._warn_of_length()
-        self.parameters = count_parameters(self.model)
-        self.handle = apply(self.model, config.upipe, ds_config=self.ds_config)
+        self.stack = apply_stack(self.model, plan, config.upipe, self.ds_config)
+        self.handle = self.stack.handle
         self.batches = EpochBatches(
             self.data.train,
             batch_size=train.micro_batch_size,
@@ -141,6 +164,7 @@ class Trainer:
             f"data    {self.data.note}",
             f"ranks   {dist.get_world_size()} = sp {self.handle.sp_size} x dp {self.handle.dp_size}, "
             f"on {self.handle.device.type}, {train.dtype}, ZeRO-{train.zero_stage}",
+            f"memory  {self.stack.plan.describe()}",
             f"steps   {train.steps} of {self.step_tokens} tokens; an epoch is {self.batches.per_epoch / train.accumulation:g}",
         ]
         if train.eval_every:
@@ -191,6 +215,7 @@ class Trainer:
                 total, micro = total + float(loss.detach()) / train.accumulation, micro + 1
                 if micro < train.accumulation:
                     continue
+                on_host = self.stack.end_step()
                 spent = time.perf_counter() - started
                 record = {
                     "step": step,
@@ -201,7 +226,7 @@ class Trainer:
                     "tokens_per_s": self.step_tokens / spent,
                     "memory_gib": memory_gib(self.handle.device),
                     "time_s": spent,
-                }
+                } | on_host
                 losses.append(total)
                 finite = math.isfinite(total)
                 if finite and train.eval_every and (step + 1) % train.eval_every == 0:
@@ -256,17 +281,20 @@ class Trainer:
         count = 1 if train.dtype == "fp32" else 8
         data = self.data.train
         batches = [stack([data[(n * rows + i) % len(data)] for i in range(rows)]) for n in range(count)]
-        return self_check(
+        result = self_check(
             self.engine,
             self.handle,
             lambda: build_model(self.config.model, seed=train.seed),
             batches,
             accumulation=train.accumulation,
+            terms=LossTerms(z_loss=train.z_loss, label_smoothing=train.label_smoothing),
         )
+        self.stack.end_step()
+        return result
 
     def close(self) -> None:
-        """Take UPipe off the model and its groups down; the process group of the launch stays."""
-        self.handle.remove()
+        """Take the memory stack and UPipe off the model and its groups down; the process group of the launch stays."""
+        self.stack.remove()
 
     def _check_run_dir(self, resume: str) -> None:
         """Refuse to replace the records of a run that this one does not go on from."""

@@ -1,0 +1,394 @@
+"""The memory stack under one section of a configuration: tiles, offload, ZeRO's buffers, and presets of them.
+
+The parts are elsewhere: `upipe.tiled` (MLP, norms, loss in tiles), `upipe.layer` (a decoder layer as one function),
+`upipe.offload` (saved inputs on the host) and the attention block's own settings (`upipe.apply.UPipeConfig`). Here they are
+named together, checked against each other before anything is built (`check`), turned into what each part takes once the
+model's sizes are known (`make_plan`), and put on a model in the right order (`apply_stack`).
+
+A preset fills in what the user did not set, in the mapping that a configuration is read from (`fill`): after that, nothing
+depends on the preset's name. u = B x L x D x bytes of the dtype: one hidden state of a rank's tokens, one saved input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from upipe import host
+from upipe.apply import Handle, UPipeConfig, apply
+from upipe.block import checkpoint_contexts
+from upipe.build import ModelConfig, ModelSizes
+from upipe.config import ConfigError, Length, parse_length
+from upipe.layer import FusedLayers, FusedLayersConfig, apply_fused_layers, layer_contexts
+from upipe.loss import LOSS_TILE_TOKENS
+from upipe.offload import CheckpointConfig, Checkpointing, apply_checkpointing
+from upipe.tiled import MLP_TILE_TOKENS, NORM_TILE_TOKENS, Tiling, TilingConfig, apply_tiling
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+PINNED_UP_TO = 4 * 2**20  # tokens; the UPipe paper's 8B runs are pinned up to 4M and not beyond
+_TILES = {"mlp_tokens": MLP_TILE_TOKENS, "norm_tokens": NORM_TILE_TOKENS, "loss_tokens": LOSS_TILE_TOKENS}
+
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "none": {},
+    "paper": {
+        "model": {"checkpointing": "non-reentrant"},
+        "upipe": {"heads_per_stage": None, "attention_output": "device"},
+        "memory": {**_TILES, "offload": "pinned"},
+    },
+    "lowest_memory": {
+        "model": {"checkpointing": "non-reentrant"},
+        "upipe": {"heads_per_stage": None, "attention_output": "host", "overlap": False, "dx": "bf16"},
+        "memory": {"mlp_tokens": 2048, "norm_tokens": 2048, "loss_tokens": 1024, "offload": "pinned", "prefetch": False},
+    },
+    "fastest": {
+        "model": {"checkpointing": "non-reentrant"},
+        "upipe": {"heads_per_stage": "auto", "attention_output": "host", "overlap": True, "dx": "gemm"},
+        "memory": {**_TILES, "offload": "auto", "prefetch": True},
+    },
+}
+"""Preset -> section -> what it sets. "paper" is the set-up that the UPipe paper published (arXiv 2602.21196): U = P,
+every layer checkpointed and its input on the host, MLP, norms and loss in tiles; beyond PINNED_UP_TO tokens its offload is
+"pageable". The exchange and the gradient of the input stay as they are here (the official code's do not overlap, and sum in bf16)."""
+
+
+@dataclass
+class MemoryConfig:
+    """The `memory` section of a configuration.
+
+    preset: what fills in all that is not set, here and in `model.checkpointing` and `upipe`; see PRESETS.
+
+    mlp_tokens, norm_tokens, loss_tokens: tokens a tile; null leaves that part untiled. fp32_grads: sum weight gradients of
+    bf16 models over tiles in fp32. reuse_grad: write an input's gradient over the incoming one where nothing else holds it.
+    loss_implementation: "tiled" or "liger" (liger-kernel's fused linear cross-entropy, on a GPU).
+
+    fused_layers: run each decoder layer as one function, with less memory than its parts (Llama, Mistral, Qwen2, Qwen3). It saves
+    its input alone, so it needs an offload, and `upipe.dx: gemm`, which costs it no memory.
+
+    offload: where the inputs of checkpointed layers are kept. "none": on the device, with transformers' own checkpointing;
+    "pinned" and "pageable" host memory, with that of `upipe.offload`; "auto": pinned, but only as many layers as do not fit on
+    the device by an estimate (`estimate_kept`). keep_layers_on_gpu: inputs of the last n layers stay; "auto": 1, or as
+    estimated. pinned_fallback: go on pageable where page-locked memory runs out, rather than fail. prefetch: fetch the next
+    input while a layer's backward runs, for one more u.
+
+    optimizer: "cpu" keeps the optimizer's states and its step on the host (ZeRO 1 to 3; 12 bytes a parameter over all ranks).
+    reduce_bucket_parameters: gradients reduced at a time; null: one decoder layer's. prefetch_parameters: parameters that
+    ZeRO-3 gathers ahead; null: a quarter of a layer. `train.max_live_parameters` null: 1.2 layers.
+    """
+
+    preset: Literal["none", "paper", "lowest_memory", "fastest"] = "none"
+    mlp_tokens: Length | None = None
+    norm_tokens: Length | None = None
+    loss_tokens: Length | None = None
+    fp32_grads: bool = True
+    reuse_grad: bool = True
+    loss_implementation: Literal["tiled", "liger"] = "tiled"
+    fused_layers: bool = False
+    offload: Literal["none", "pinned", "pageable", "auto"] | None = None
+    keep_layers_on_gpu: int | Literal["auto"] = "auto"
+    pinned_fallback: bool = False
+    prefetch: bool = True
+    optimizer: Literal["device", "cpu"] = "device"
+    reduce_bucket_parameters: int | None = None
+    prefetch_parameters: int | None = None
+
+    def __post_init__(self):
+        for name in ("mlp_tokens", "norm_tokens", "loss_tokens", "reduce_bucket_parameters", "prefetch_parameters"):
+            value = getattr(self, name)
+            if value is not None and value < (0 if name == "prefetch_parameters" else 1):
+                raise ValueError(f"{name}={value}: must be positive, or null")
+        if self.keep_layers_on_gpu != "auto" and self.keep_layers_on_gpu < 0:
+            raise ValueError(f"keep_layers_on_gpu={self.keep_layers_on_gpu}: must be 0 or more, or auto")
+        if self.offload is None:
+            if self.preset != "none":
+                raise ValueError(
+                    f"preset={self.preset!r} is filled in where a configuration is read: use upipe.config.load or from_mapping, or "
+                    "write its settings (upipe.memory.PRESETS) out and leave the preset out"
+                )
+            self.offload = "none"
+
+    @property
+    def tiles(self) -> bool:
+        return not self.mlp_tokens is self.norm_tokens is self.loss_tokens is None
+
+
+def fill(mapping: dict[str, Any], tokens: Any) -> dict[str, Any]:
+    """A configuration's mapping with what its preset sets and it does not, as a copy. Offload brings checkpointing along.
+
+    What has the wrong type is left as it is, for the reader to refuse.
+
+    Args:
+        mapping: sections model, upipe and memory among others.
+        tokens: of a sequence, as the mapping gives them.
+    """
+    filled = {name: dict(value) if isinstance(value, dict) else value for name, value in mapping.items()}
+    memory = filled.setdefault("memory", {})
+    if not isinstance(memory, dict) or memory.get("preset", "none") not in [*PRESETS]:
+        return filled
+    name = memory.get("preset", "none")
+    for section, values in PRESETS[name].items():
+        given = filled.setdefault(section, {}) if section != "model" else filled.get(section)
+        if isinstance(given, dict):
+            if section == "upipe" and memory.get("fused_layers") is True:
+                values = values | {"dx": "gemm"}
+            if name == "paper" and section == "memory" and _length(tokens) > PINNED_UP_TO:
+                values = values | {"offload": "pageable"}
+            filled[section] = given | {key: value for key, value in values.items() if key not in given}
+    memory = filled["memory"]
+    if memory.get("offload") is None:
+        memory["offload"] = "none"
+    if memory["offload"] != "none" and isinstance(filled.get("model"), dict):
+        filled["model"].setdefault("checkpointing", "non-reentrant")
+    return filled
+
+
+def _length(tokens: Any) -> int:
+    try:
+        return parse_length(tokens)
+    except ValueError:
+        return 0
+
+
+def check(run: Any) -> None:
+    """Refuse settings that do not go together, before anything is built.
+
+    Args:
+        run: has the sections model, train, upipe and memory.
+
+    Raises:
+        ValueError: naming the values and what would work.
+    """
+    model, train, upipe, memory = run.model, run.train, run.upipe, run.memory
+    if memory.offload != "none" and model.checkpointing != "non-reentrant":
+        why = {
+            "none": "it sends the saved inputs of checkpointed layers",
+            "reentrant": "it is a checkpointing of its own, in place of transformers'",
+        }[model.checkpointing]
+        raise ValueError(
+            f"memory.offload={memory.offload} with model.checkpointing={model.checkpointing}: {why}; set model.checkpointing: "
+            "non-reentrant, or memory.offload: none"
+        )
+    if upipe.attention_output == "host" and model.checkpointing != "non-reentrant":
+        raise ValueError(
+            f"upipe.attention_output=host with model.checkpointing={model.checkpointing}: it is kept for the recomputed "
+            "forward of a checkpointed layer; set model.checkpointing: non-reentrant (with any memory.offload), or "
+            "upipe.attention_output: device"
+        )
+    if memory.fused_layers and (memory.offload == "none" or upipe.dx != "gemm"):
+        raise ValueError(
+            f"memory.fused_layers=true with memory.offload={memory.offload}, upipe.dx={upipe.dx}: a fused layer needs the checkpointing "
+            "of memory.offload: auto, pinned or pageable, and writes dx over the incoming gradient, which is upipe.dx: gemm"
+        )
+    if memory.keep_layers_on_gpu != "auto" and memory.offload in ("none", "auto"):
+        raise ValueError(
+            f"memory.keep_layers_on_gpu={memory.keep_layers_on_gpu} with memory.offload={memory.offload}: "
+            + ("all inputs stay on the device then" if memory.offload == "none" else "auto chooses how many stay")
+            + "; leave it out, or set memory.offload: pinned or pageable"
+        )
+    if memory.pinned_fallback and memory.offload not in ("pinned", "auto"):
+        raise ValueError(f"memory.pinned_fallback=true with memory.offload={memory.offload}: it is for offload: pinned; leave it out")
+    if memory.loss_tokens is None:
+        for name, value, plain in (
+            ("train.z_loss", train.z_loss, 0.0),
+            ("train.label_smoothing", train.label_smoothing, 0.0),
+            ("memory.loss_implementation", memory.loss_implementation, "tiled"),
+        ):
+            if value != plain:
+                raise ValueError(
+                    f"{name}={value} with memory.loss_tokens=null: the loss from whole logits is cross-entropy alone; set "
+                    f"memory.loss_tokens, e.g. {LOSS_TILE_TOKENS}, or leave {name} out"
+                )
+    if memory.optimizer == "cpu" and train.zero_stage == 0:
+        raise ValueError("memory.optimizer=cpu with train.zero_stage=0: DeepSpeed offloads the optimizer in ZeRO 1, 2 and 3; use one")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the memory stack of a run is, its sizes known. Bytes of one process.
+
+    tiling, fused, checkpointing: settings of the parts; None: left out (checkpointing: that of the model's own, or none).
+    input_bytes: u. layers, sent_layers: decoder layers, and those whose input goes to the host. attention_bytes: attention
+    outputs and their log-sum-exps that stay on the host. host_bytes: all that a step keeps on the host, optimizer included.
+    """
+
+    tiling: TilingConfig | None
+    checkpointing: CheckpointConfig | None
+    layers: int
+    sent_layers: int
+    input_bytes: int
+    attention_bytes: int
+    host_bytes: int
+    preset: str = "none"
+    fused: FusedLayersConfig | None = None
+
+    def model(self, config: ModelConfig) -> ModelConfig:
+        """The model's section with its own checkpointing off where the plan has another in its place."""
+        return config if self.checkpointing is None else dataclasses.replace(config, checkpointing="none")
+
+    def describe(self) -> str:
+        """One line: where saved inputs and attention outputs are, and the host memory that takes."""
+        saved = "layer inputs on the device" if self.checkpointing else "saved as the model has it"
+        if self.sent_layers:
+            kept, mode = self.layers - self.sent_layers, self.checkpointing.offload
+            saved = f"{self.sent_layers} layer inputs of {self.input_bytes / GIB:.3g} GiB to {mode} host memory, {kept} on the device"
+        preset = "" if self.preset == "none" else f"preset {self.preset}; "
+        return f"{preset}{saved}; {self.host_bytes / GIB:.3g} GiB of host memory a rank"
+
+
+def make_plan(
+    run: Any, tokens: int, sizes: ModelSizes, *, world: int, local_ranks: int, device_bytes: int | None, host_bytes: int
+) -> Plan:
+    """Settle what depends on sizes, and refuse what the host cannot hold.
+
+    Args:
+        run: has the sections model, train, upipe and memory, which `check` passed.
+        tokens: S, of a sequence.
+        world, local_ranks: processes of the run, and of one host.
+        device_bytes: memory of the GPU; None on the CPU.
+        host_bytes: memory of the host.
+
+    Raises:
+        ConfigError: saved inputs, attention outputs and optimizer states of a host's ranks are more than its memory.
+    """
+    train, upipe, memory = run.train, run.upipe, run.memory
+    itemsize = 2 if train.dtype == "bf16" else 4
+    rows = train.micro_batch_size * -(-tokens // upipe.sp_size)
+    input_bytes = rows * sizes.hidden_size * itemsize
+    tiling = checkpointing = None
+    if memory.tiles:
+        tiling = TilingConfig(
+            memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens, memory.fp32_grads, memory.reuse_grad, train.z_loss,
+            train.label_smoothing, memory.loss_implementation,
+        )  # fmt: skip
+    sent = 0
+    if memory.offload != "none":
+        keep, mode = memory.keep_layers_on_gpu, memory.offload
+        if mode == "auto":
+            keep = estimate_kept(run, input_bytes, sizes, world, device_bytes)
+            mode = "pinned" if keep < sizes.layers else "none"
+        checkpointing = CheckpointConfig(
+            mode, "auto" if mode == "none" else keep, pinned_fallback=memory.pinned_fallback, prefetch=memory.prefetch
+        )
+        sent = sizes.layers - checkpointing.kept(sizes.layers)
+    attention = 0
+    if upipe.attention_output == "host":
+        attention = sizes.layers * rows * (sizes.attention_width * itemsize + sizes.heads * 4)
+    states = 12 * sizes.parameters // world if memory.optimizer == "cpu" else 0
+    fused = FusedLayersConfig(memory.mlp_tokens or FusedLayersConfig.mlp_tokens, memory.reuse_grad) if memory.fused_layers else None
+    on_host = sent * input_bytes + attention + states
+    plan = Plan(tiling, checkpointing, sizes.layers, sent, input_bytes, attention, on_host, memory.preset, fused)
+    if plan.host_bytes * local_ranks > host_bytes:
+        parts = (
+            (sent * input_bytes, f"{sent} layer inputs of {input_bytes / GIB:.2f} GiB", "a larger keep_layers_on_gpu"),
+            (attention, f"attention outputs of {attention / GIB:.2f} GiB", "attention_output: device"),
+            (states, f"optimizer states of {states / GIB:.2f} GiB", "optimizer: device"),
+        )
+        what, works = ([part[i] for part in parts if part[0]] for i in (1, 2))
+        raise ConfigError(
+            f"the {local_ranks} ranks of this host would keep {plan.host_bytes * local_ranks / GIB:.1f} GiB in its "
+            f"{host_bytes / GIB:.1f} GiB of memory, each of them {' and '.join(what)}. Use {', '.join(works)}, fewer tokens, or more hosts "
+            "with a larger sp_size"
+        )
+    return plan
+
+
+def estimate_kept(run: Any, input_bytes: int, sizes: ModelSizes, world: int, device_bytes: int | None) -> int:
+    """How many layers' inputs fit on the device beside the rest: states, gathers and buckets, the loss, 10 u of work in a layer
+    (8.3 u are simulated for tiled modules at P = 8) and 3 GiB of context and fragments, in 92 % of its memory. At least one: the
+    last layer's is needed back at once. An estimate on the side of sending. Without a GPU all are kept."""
+    if device_bytes is None:
+        return sizes.layers
+    train, itemsize = run.train, 2 if run.train.dtype == "bf16" else 4
+    shards = [world if train.zero_stage >= stage else 1 for stage in (3, 2, 1)]
+    gradient = 2 if train.dtype == "bf16" and train.gradient_dtype == "bf16" else 4
+    each = [itemsize, gradient, 0 if run.memory.optimizer == "cpu" else 12]
+    states = sum(sizes.parameters * nbytes // share for nbytes, share in zip(each, shards))
+    rows = input_bytes // (sizes.hidden_size * itemsize)
+    logits = min(rows, run.memory.loss_tokens or rows) * sizes.vocab_size * (4 + itemsize)
+    head = sizes.vocab_size * sizes.hidden_size * (4 + 3 * itemsize)
+    buffers = 4 * sizes.layer_parameters * itemsize
+    left = 0.92 * device_bytes - states - logits - head - buffers - 10 * input_bytes - 3 * GIB
+    return min(sizes.layers, max(1, int(left // input_bytes)))
+
+
+class Stack:
+    """The memory stack and UPipe on a model. Made by `apply_stack`.
+
+    Attributes:
+        plan, handle: see `Plan` and `upipe.apply.Handle`.
+        tiling, fused, checkpointing: handles of those parts, or None.
+    """
+
+    def __init__(
+        self, plan: Plan, handle: Handle, tiling: Tiling | None, fused: FusedLayers | None, checkpointing: Checkpointing | None
+    ):
+        self.plan, self.handle, self.tiling, self.fused, self.checkpointing = plan, handle, tiling, fused, checkpointing
+
+    def end_step(self) -> dict[str, float]:
+        """To be called after every optimizer step. Of this rank in GiB: what was sent to the host in the step (to_host_gib), and
+        what it holds there, all of it and page-locked (host_gib, host_pinned_gib); nothing where nothing is on the host.
+
+        Raises:
+            OffloadError: layers were to be sent, and nothing was.
+        """
+        numbers = {} if self.checkpointing is None else {"to_host_gib": self.checkpointing.end_step().bytes_to_host / GIB}
+        if not self.plan.sent_layers and self.handle.config.attention_output == "device":
+            return {}
+        return numbers | {"host_gib": host.pool().held_bytes / GIB, "host_pinned_gib": host.pool().pinned_bytes / GIB}
+
+    def remove(self) -> None:
+        """Make the model plain again: the parts come off in the reverse of the order in which they were put on."""
+        for part in (self.checkpointing, self.fused, self.handle, self.tiling):
+            if part is not None:
+                part.remove()
+
+
+def apply_stack(model: nn.Module, plan: Plan, config: UPipeConfig, ds_config: dict | None = None) -> Stack:
+    """Put tiling, UPipe, fused layers and checkpointing on a model, before `deepspeed.initialize`; collective. The model's
+    own checkpointing must be off where the plan has one (`Plan.model`).
+
+    Raises:
+        PreflightError: from the parts. ConfigError: liger-kernel is asked for and not installed, or there is no GPU.
+    """
+    if plan.tiling is not None and plan.tiling.loss_implementation == "liger" and not torch.cuda.is_available():
+        raise ConfigError("memory.loss_implementation=liger needs a GPU; use tiled")
+    done: list[Any] = []
+    try:
+        tiling = None if plan.tiling is None else apply_tiling(model, plan.tiling)
+        done += [tiling]
+        handle = apply(model, config, ds_config=ds_config)
+        done += [handle]
+        fused = None if plan.fused is None else apply_fused_layers(model, handle, plan.fused)
+        done += [fused]
+        checkpointing, contexts = None, checkpoint_contexts if fused is None else layer_contexts
+        if plan.checkpointing is not None:
+            checkpointing = apply_checkpointing(model, plan.checkpointing, contexts=contexts)
+    except BaseException as error:
+        for part in reversed(done):
+            if part is not None:
+                part.remove()
+        if isinstance(error, ImportError):
+            raise ConfigError(f"memory.loss_implementation={plan.tiling.loss_implementation}: {error}") from error
+        raise
+    return Stack(plan, handle, tiling, fused, checkpointing)
+
+
+def warn_of_allocator(environment=os.environ) -> bool:
+    """Say so where torch's allocator has fixed segments: lengths that change, or buffers of several GiB, leave holes between them.
+    Returns whether it did."""
+    settings = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + "," + environment.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:true" in settings.replace(" ", "").lower():
+        return False
+    logger.warning(
+        "PYTORCH_CUDA_ALLOC_CONF=%r is without expandable_segments:True: at long lengths fragments may take several GiB of the device; "
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the run starts",
+        environment.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+    )  # fmt: skip
+    return True
