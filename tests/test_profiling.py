@@ -3,11 +3,14 @@
 import gzip
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tests import training
 from upipe import profiling
 from upipe.profiling import (
     ATTENTION,
@@ -217,3 +220,21 @@ def test_gpu_trace_has_its_kernels_in_their_phases(tmp_path):
     forward, backward = trace.times["forward"].ms[PRODUCTS], trace.times["backward"].ms[PRODUCTS]
     assert forward > 0 and 1.4 < backward / forward < 2.6, trace.table()
     assert trace.times["optimizer"].busy_ms > 0 and trace.times["optimizer"].ms[PRODUCTS] == 0
+
+
+def profiled_run(folder, mode):
+    """Losses of a run with and without a profile, and the profile's files."""
+    losses = {}
+    for profile in ("none", mode):
+        run_dir = f"{folder}/{profile}"
+        losses[profile] = training.train(training.mapping(folder, train__steps=3, train__profile=profile, train__run_dir=run_dir))["losses"]
+        dist.barrier()
+    return losses["none"], losses[mode], sorted(p.name for p in Path(folder).glob("*/profile/*"))
+
+
+@pytest.mark.parametrize("mode", ["memory", "trace"])
+def test_the_trainer_profiles_its_second_step(worlds, tmp_path, mode):
+    """`train.profile` writes next to the run, and the run's losses are those without it."""
+    for without, with_profile, files in worlds(2).run(profiled_run, folder=str(tmp_path), mode=mode):
+        assert without == with_profile and len(without) == 3
+        assert files

@@ -680,7 +680,7 @@ class _Run:
         kernel, calls = self.spec.kernel, list(self.calls(stage))
         if kernel.writes_gradients or len(calls) != 1 or self.w.sinks is not None or self.spec.offsets is not None:
             return None
-        (call, _, own_part), (k, v) = calls[0], self.kv_of(calls[0][0], resident)
+        (_, _, own_part), (k, v) = calls[0], self.kv_of(calls[0][0], resident)
         got, own_lse = kernel.forward(q.tensor(), k, v, self.spec.scale, **self.spec.mask)
         lse[:, own_part] = own_lse
         memory = got.transpose(0, 1)

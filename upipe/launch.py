@@ -26,6 +26,9 @@ def launch(arguments: list[str], nproc: int) -> int:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")
+    elif "PYTORCH_ALLOC_CONF" not in environment:
+        # Fragments take gigabytes at long lengths otherwise.
+        environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     environment |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1"}
     environment["MASTER_PORT"] = str(_free_port())
     command = [sys.executable, "-m", "upipe.cli", *arguments]

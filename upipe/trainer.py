@@ -27,7 +27,7 @@ import torch.distributed as dist
 import yaml
 from tqdm import tqdm
 
-from upipe import checkpoint, memory
+from upipe import checkpoint, memory, memory_report
 from upipe.apply import UPipeConfig
 from upipe.build import ModelConfig, build_model, build_partitioned_model, longest_served, model_sizes, wants_zero_init
 from upipe.check import CheckResult, self_check
@@ -40,6 +40,7 @@ from upipe.memory import MemoryConfig, apply_stack, make_plan
 from upipe.metrics import FILE as METRICS
 from upipe.metrics import Metrics, check_installed
 from upipe.optimize import TrainConfig, build_optimizer, deepspeed_config, learning_rate
+from upipe.profiling import StepProfile
 
 logger = logging.getLogger(__name__)
 __all__ = [
@@ -205,9 +206,16 @@ class Trainer:
         )
         losses: list[float] = []
         total, micro, started = 0.0, 0, time.perf_counter()
-        with _signals() as caught, closing(bar), nullcontext() if metrics is None else closing(metrics):
+        # The second step: the first makes optimizer states and kernels.
+        profiled = min(self.start + 1, train.steps - 1)
+        profile = StepProfile(train.profile, self.engine, Path(train.run_dir) / "profile", step=profiled, rank=dist.get_rank())
+        with (
+            _signals() as caught, closing(bar), nullcontext() if metrics is None else closing(metrics), self._told_if_it_fails(profile)
+        ):
             for batch in self.handle.shard(self.batches, accumulation=train.accumulation):
                 step = self.start + len(losses)
+                if micro == 0:
+                    profile.start(step)
                 self._set_learning_rate(learning_rate(step, train))
                 loss = self.handle.loss(self.engine, batch)
                 self.engine.backward(loss)
@@ -215,6 +223,9 @@ class Trainer:
                 total, micro = total + float(loss.detach()) / train.accumulation, micro + 1
                 if micro < train.accumulation:
                     continue
+                self._tell(profile.stop(step))
+                if step == self.start:
+                    self._tell(memory_report.summary(self.engine))
                 on_host = self.stack.end_step()
                 spent = time.perf_counter() - started
                 record = {
@@ -243,6 +254,19 @@ class Trainer:
                 self._save_if_due(step + 1, self._agree(caught))
                 total, micro, started = 0.0, 0, time.perf_counter()
         return losses
+
+    def _tell(self, text: str | None) -> None:
+        if self.is_main and text is not None:
+            tqdm.write(text, file=sys.stderr)
+
+    @contextmanager
+    def _told_if_it_fails(self, profile: StepProfile):
+        """What a memory profile has of a step that fails, out of memory say, is printed too."""
+        try:
+            yield
+        except Exception as error:
+            self._tell(profile.failed(error))
+            raise
 
     def evaluate(self) -> tuple[float, int]:
         """The mean loss over the tokens of the evaluation data, and how many they are: the same at any number of ranks."""
