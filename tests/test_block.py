@@ -286,6 +286,7 @@ def test_a_second_backward_of_one_graph(worlds, modes):
 
 def host_memory():
     """Every copy goes back to the pool, those of calls that never ran backward too."""
+    before = set(host.pool()._used)
     bits(attention_output="host", dx="bf16")
     bits(attention_output="host")
     x, weights, cos, sin, _ = make(8, 2, 8, 20, 24, 1, False, False, 8)
@@ -299,7 +300,7 @@ def host_memory():
     bits()
     from upipe.block import _give_back
     _give_back()
-    assert not host.pool()._used
+    assert set(host.pool()._used) <= before
 
 
 def test_host_copies_are_given_back(worlds):

@@ -378,6 +378,7 @@ def test_refusals_of_a_run(worlds, tmp_path):
     assert not (tmp_path / "block.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     """Alone, then the table and the picture from its records."""
     is_checkout = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True).returncode == 0

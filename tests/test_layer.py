@@ -412,6 +412,7 @@ def test_frozen_parameters_get_no_gradient():
 def test_host_memory_is_given_back():
     from upipe.block import _give_back
 
+    before = set(host.pool()._used)  # other tests', abandoned or alive
     for _ in range(2):
         function, layer, x, grad, want, _ = one_layer(attention_output="host")
         first, again = layer_contexts()
@@ -426,7 +427,7 @@ def test_host_memory_is_given_back():
         abandoned = function(x)
         del abandoned, first, again, y, function
         _give_back()
-        assert not host.pool()._used
+        assert set(host.pool()._used) <= before
 
 
 def bf16_errors(kind):
@@ -579,6 +580,7 @@ def test_peak_of_a_whole_layer_on_eight_ranks(preset, most, attention_output):
     assert found["first forward"][0] < per_unit
 
 
+@pytest.mark.slow
 def test_peak_on_two_ranks():
     """Where the tiles' constants no longer count: 128K and 256K local tokens."""
     for preset, most in (("lowest_memory", 4.3), ("fastest", 4.6)):

@@ -132,7 +132,8 @@ def _gradients(engines, dtype):
 
 
 @pytest.mark.parametrize("ranks,engines,dtype,bound", [
-    (2, ENGINES, "float32", 1e-5), (1, (("plain:checkpoint=off,tiles=off,loss=hf",), ENGINES[0], ENGINES[4]), "float32", 1e-5),
+    pytest.param(2, ENGINES, "float32", 1e-5, marks=pytest.mark.slow),
+    (1, (("plain:checkpoint=off,tiles=off,loss=hf",), ENGINES[0], ENGINES[4]), "float32", 1e-5),
     (2, (("alst:offload=none,tiles=off",), ("alst",), ("upipe:device",)), "bfloat16", 5e-2),
 ])
 def test_every_setting_has_the_same_loss_and_gradients(worlds, ranks, engines, dtype, bound):
@@ -150,7 +151,7 @@ def test_every_setting_has_the_same_loss_and_gradients(worlds, ranks, engines, d
 # the benchmark
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_stack(worlds, tmp_path, ranks):
     lengths = (64, 128) if ranks == 1 else (64,)
     few = ["--kernel", "reference", "--rounds", "2", "--warmup", "0"]
@@ -193,6 +194,7 @@ def _check(r, found, ranks):
     assert pages >= ranks * r["bytes_to_host"] and (r["host_pageable_gib"] > 0) == (r["offload"] == "pageable")
 
 
+@pytest.mark.slow
 def test_memory_only_and_a_time_limit(worlds, tmp_path):
     arguments = ["--tokens", "64", "--memory-only", "--kernel", "fa4", "--settings", "upipe:host", "ulysses"]
     printed, done, problems = worlds(2).run(_stack, folder=str(tmp_path), arguments=arguments)[0]
@@ -367,7 +369,7 @@ SOME = ("plain", "+ tiled MLP", "+ output on host")
 
 
 @pytest.mark.parametrize("ranks,preset,rungs,more", [
-    (2, "figure1", SOME, ("--memory-only",)), (1, "trl", ("plain loss", "+ offload"), ("--kernel", "reference")),
+    pytest.param(2, "figure1", SOME, ("--memory-only",), marks=pytest.mark.slow), (1, "trl", ("plain loss", "+ offload"), ("--kernel", "reference")),
     pytest.param(2, "figure1", None, ("--memory-only",), marks=pytest.mark.slow),
     pytest.param(1, "trl", None, ("--memory-only",), marks=pytest.mark.slow),
 ])
@@ -391,6 +393,7 @@ def test_ladder(worlds, tmp_path, ranks, preset, rungs, more):
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_ladder_on_which_nothing_fits_or_time_is_short(worlds, tmp_path):
     more = ["--rungs", "+ UPipe", "--memory-only"]
     _, (none,) = worlds(2).run(_ladder, folder=str(tmp_path), preset="figure1", arguments=[*more, "--cap", "0.1"])[0]
@@ -420,6 +423,7 @@ def test_the_figure_has_the_records_lengths(tmp_path, monkeypatch):
         ladder.draw([], str(tmp_path / "b.png"))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     """Alone, as one process; then its table from the records."""
     is_checkout = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True).returncode == 0

@@ -341,6 +341,8 @@ class _HostCopy:
                 if tensor is not None and tensor.numel():
                     _leaving.append((self.done, tensor))
             self.stages, self.lse = [], None
+            if self.done is None:
+                _give_back()
 
     def __del__(self) -> None:
         self.free()
