@@ -1,4 +1,4 @@
-"""The `upipe` command: `upipe train CONFIG.yaml [key=value ...]`, `upipe demo`, `upipe export` and `upipe models`."""
+"""The `upipe` command: `upipe train CONFIG.yaml [key=value ...]`, `upipe plan`, `upipe demo`, `upipe export` and `upipe models`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import atexit
 import os
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 
 import torch
 
-from upipe import checkpoint, models
+from upipe import checkpoint, models, outcomes, plan
 from upipe.build import ModelConfig, build_model, count_parameters
-from upipe.config import ConfigError, load
+from upipe.config import ConfigError, load, parse_length, to_mapping
 from upipe.launch import launch, slurm_environment
 from upipe.preflight import PreflightError
 from upipe.presets import preset_shapes
@@ -28,16 +29,18 @@ _EXAMPLES = """examples:
   upipe train my.yaml train.save_every=100 --resume auto --nproc 8
   torchrun --nproc-per-node 8 -m upipe.cli train my.yaml upipe.sp_size=8
   srun upipe train my.yaml upipe.sp_size=16
+  upipe plan --model llama3-8b --gpus 8xH100-80GB --host-gib 1945 --tokens 5M memory.fused_layers=true
+  upipe plan --model llama3-8b --gpus 8xH100-80GB --max-tokens --fit --save-config longest.yaml
   upipe export runs/run my-model
 
-exit status: 0 done, 1 the self-check failed, 2 refused before the first step, 75 ended by SIGTERM or SIGUSR1 after
-writing a checkpoint (go on with --resume auto)
+exit status: 0 done, 1 the self-check failed, 2 refused before the first step, 3 out of memory, 75 ended by SIGTERM or
+SIGUSR1 after writing a checkpoint (go on with --resume auto). Of plan: 0 fits, 1 does not
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 1 where the self-check failed, 2 for what cannot be run, 75 where a
-    signal ended the run after a checkpoint."""
+    """Run the command; returns the exit status: 0, 1 where the self-check failed, 2 for what cannot be run, 3 where memory
+    ran out, 75 where a signal ended the run after a checkpoint."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments in one run only; overrides may also stand after the options.
@@ -80,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     # The deepspeed launcher puts it before the command.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,demo,export,models}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,plan,demo,export,models}")
 
     train = commands.add_parser(
         "train",
@@ -120,6 +123,25 @@ def _parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="end by comparing loss and every gradient with the unsharded model"
     )
 
+    planned = commands.add_parser(
+        "plan",
+        help="say whether a run fits, what binds, and how long a step takes, before it runs and without a GPU",
+        description="Predict memory and time of a run: layers and loss simulated with the real code, the rest by arithmetic; "
+        "see docs/plan.md for what is measured, simulated and assumed. Settings are those of upipe train.",
+    )
+    planned.add_argument("--model", required=True, metavar="MODEL", help="a shape preset, a model's folder or its Hugging Face name")
+    planned.add_argument("--gpus", required=True, metavar="NxKIND", help="GPUs of one node, e.g. 8xH100-80GB")
+    planned.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
+    planned.add_argument("--host-gib", type=float, default=1945.0, metavar="GIB", help="host memory of a node (default: %(default)g)")
+    planned.add_argument("--tokens", type=_tokens, metavar="S", help="length of the sequence, e.g. 5M")
+    planned.add_argument("--max-tokens", action="store_true", help="search the longest that fits instead")
+    planned.add_argument("--fit", action="store_true", help="search the fastest settings that fit")
+    planned.add_argument("--json", action="store_true", help="print JSON")
+    planned.add_argument("--save-config", metavar="FILE", help="write a YAML file that upipe train takes")
+    planned.add_argument("--plot", metavar="FILE", help="draw device memory as stacked bars")
+    planned.add_argument("overrides", nargs="*", metavar="key=value", default=[], help="settings, e.g. memory.preset=paper")
+    planned.set_defaults(run=_plan)
+
     export = commands.add_parser(
         "export",
         help="turn a checkpoint into a plain Hugging Face folder",
@@ -154,6 +176,19 @@ def _demo(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"the demo's configuration and book are part of the repository; {config} is not there")
     overrides = [f"upipe.sp_size={nproc}", *arguments.overrides]
     return run(str(config), overrides, nproc=nproc, check=True, dry_run=arguments.dry_run)
+
+
+def _tokens(text: str) -> int:
+    try:
+        return parse_length(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    if (arguments.tokens is None) != arguments.max_tokens:
+        raise ConfigError("give --tokens S, or --max-tokens to search the longest that fits")
+    return plan.command(arguments)
 
 
 def _export(arguments: argparse.Namespace) -> int:
@@ -205,6 +240,13 @@ def run(config: str, overrides: list[str], *, nproc: int | None, check: bool, dr
         if trainer.is_main:
             print(result, flush=True)
         return 0 if result.passed else 1
+    except Exception as error:
+        ended = outcomes.explain(error, to_mapping(parsed))
+        if ended.outcome not in ("oom_device", "oom_host", "oom_pinned"):
+            raise
+        traceback.print_exc()
+        print(f"upipe: {ended}", file=sys.stderr)
+        return 3
     finally:
         if trainer is not None:
             trainer.close()

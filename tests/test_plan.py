@@ -1,0 +1,293 @@
+"""The planner's rules by hand, its predictions beside measured points, and `upipe plan`."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from experiments import predict as experiment
+from upipe import plan, records
+from upipe.cli import main
+from upipe.config import ConfigError, load
+from upipe.optimize import deepspeed_config
+from upipe.plan import GIB, Machine, fit, max_tokens, predict, request, save_config, state_bytes
+from upipe.simulate import is_current
+from upipe.trainer import RunConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+FUSED = ["memory.fused_layers=true", "memory.offload=pinned", "upipe.attention_output=device"]
+EIGHT = Machine.parse("8xH100-80GB")
+
+
+def at(tokens, *words, machine=EIGHT, model="llama3-8b"):
+    return predict(request(model, tokens, machine.world, [*FUSED, *words]), machine)
+
+
+def test_machines():
+    machine = Machine.parse("8xh100", nodes=2, host_gib=512)
+    assert (machine.gpu.name, machine.world, machine.host_gib) == ("H100-80GB", 16, 512)
+    assert Machine.parse("L40S").world == 1
+    for text, hint in (("8xH1000", "H100-80GB"), ("banana", "kinds: H200"), ("0xH200", "kinds"), ("8xA100", "A100-80GB or A100-40GB")):
+        with pytest.raises(ConfigError, match=hint):
+            Machine.parse(text)
+    with pytest.raises(ConfigError, match="positive"):
+        Machine.parse("8xH200", nodes=0)
+
+
+@pytest.mark.parametrize("stage, expected", [(0, (2, 2, 12)), (1, (2, 2, 1.5)), (2, (2, 0.25, 1.5)), (3, (0.25, 0.25, 1.5))])
+def test_states_by_stage(stage, expected):
+    """Bytes a parameter on eight ranks; fp32 gradients are twice as much, an optimizer on the host nothing."""
+    run = request("llama3-8b", 2**17, 8, [f"train.zero_stage={stage}"])
+    assert state_bytes(run, 1000, 8) == dict(zip(("parameters", "gradients", "optimizer"), (1000 * n for n in expected)))
+    wide = request("llama3-8b", 2**17, 8, [f"train.zero_stage={max(stage, 1)}", "train.gradient_dtype=fp32"])
+    assert state_bytes(wide, 1000, 8)["gradients"] == 2 * 1000 * 2 // (8 if stage >= 2 else 1)
+    if stage:
+        on_host = request("llama3-8b", 2**17, 8, [f"train.zero_stage={stage}", "memory.optimizer=cpu"])
+        assert state_bytes(on_host, 1000, 8)["optimizer"] == 0
+
+
+def test_inputs_on_host_and_device():
+    """At 1M tokens on eight ranks u is 1 GiB: a layer more on the device is one u there and eight less on the host."""
+    one, three = at(2**20), at(2**20, "memory.keep_layers_on_gpu=3")
+    assert one.host["layer inputs"] == 31 * 8 and three.host["layer inputs"] == 29 * 8
+    assert one.device["saved inputs"] == 1 and three.device["saved inputs"] == 3
+    assert one.device["prefetched input"] == 1
+    assert one.phases["backward"] - at(2**20, "memory.prefetch=false").phases["backward"] == pytest.approx(1 + plan.MARGIN_SHARE)
+    output = at(2**20, "upipe.attention_output=host")
+    assert output.host["attention outputs"] == 32 * 8 * (1 + 32 * 4 / 8192)
+    assert output.host_gib - one.host_gib == pytest.approx(output.host["attention outputs"])
+
+
+def test_the_host_is_what_a_run_itself_would_say():
+    """The same layer inputs and attention outputs as `memory.make_plan`, which the trainer refuses by."""
+    found = at(2**20, "upipe.attention_output=host")
+    _, sizes, _ = plan.described(found.run)
+    mine = plan.make_plan(
+        found.run, 2**20, sizes, world=8, local_ranks=8, device_bytes=int(79.6 * GIB), host_bytes=2**50
+    )  # fmt: skip
+    assert 8 * mine.host_bytes / GIB == found.host["layer inputs"] + found.host["attention outputs"]
+
+
+def test_an_optimizer_on_the_host():
+    device, host = at(2**20), at(2**20, "memory.optimizer=cpu")
+    parameters = 8_030_261_248
+    assert device.device["optimizer"] == pytest.approx(12 * parameters / 8 / GIB, rel=1e-6)
+    assert host.device["optimizer"] == 0 and host.host["optimizer"] == pytest.approx(16 * parameters / GIB, rel=1e-6)
+    assert host.time["optimizer"] > device.time["optimizer"]
+
+
+def test_buffers_follow_the_deepspeed_configuration():
+    found = at(2**20)
+    zero = deepspeed_config(found.run.train, found.run.memory, cuda=True, layer_parameters=218_112_000)["zero_optimization"]
+    assert found.device["buckets"] == pytest.approx(2 * 2 * zero["reduce_bucket_size"] / GIB, rel=1e-6)
+    assert found.device["gathered"] == pytest.approx(
+        2 * (zero["stage3_max_live_parameters"] + zero["stage3_prefetch_bucket_size"]) / GIB, rel=1e-6
+    )
+    more = at(2**20, "memory.reduce_bucket_parameters=500000000")
+    assert more.device["buckets"] == pytest.approx(2e9 / GIB)
+
+
+@pytest.mark.parametrize("words", [FUSED, ["memory.preset=paper"], ["memory.preset=fastest"], ["memory.preset=lowest_memory"]])
+def test_more_tokens_never_take_less(words):
+    found = [predict(request("llama3-8b", n, 8, words), EIGHT) for n in (2**15, 2**17, 2**20, 3 * 2**20, 5 * 2**20, 2**23)]
+    for a, b in zip(found, found[1:]):
+        assert a.time_s < b.time_s
+        assert a.host_gib <= b.host_gib or b.run.memory.offload != a.run.memory.offload
+        assert all(a.phases[phase] <= b.phases[phase] + 1e-6 for phase in a.phases) or a.sent_layers < b.sent_layers
+
+
+def test_more_ranks_take_less_of_each():
+    eight, two = at(2**20), at(2**20, "upipe.sp_size=2")
+    assert eight.device_gib < two.device_gib
+    assert eight.host["layer inputs"] * 4 == two.host["layer inputs"]
+
+
+def test_time_follows_the_flops():
+    """Attention is quadratic, products are linear; attention output on the host runs attention's forward once."""
+    one, two = at(2**20), at(2**21)
+    assert two.time["attention, forward"] == pytest.approx(4 * one.time["attention, forward"], rel=0.01)
+    assert two.time["products"] == pytest.approx(2 * one.time["products"], rel=1e-6)
+    once = at(2**20, "upipe.attention_output=host")
+    assert one.time["attention, forward"] == pytest.approx(2 * once.time["attention, forward"])
+    # 2 forwards of 2 S^2 H d / 8 each at the measured 656 TFLOP/s, of 32 layers.
+    assert one.time["attention, forward"] == pytest.approx(32 * 2 * 2 * 2**40 * 32 * 128 / 8 / 656e12)
+    slow = at(2**20, machine=Machine.parse("8xA100-80GB"))
+    assert slow.time_s > 2 * one.time_s and slow.kernel == "flash"
+
+
+def test_blocks_that_were_measured():
+    """Two H200s, 64K to 512K, both kernels: peak within 0.08 GiB (cuBLAS's workspaces are not counted), time within 15 %."""
+    points = experiment.block_points()
+    assert len(points) == 14
+    for point in points:
+        assert point["predicted_gib"] == pytest.approx(point["measured_gib"], abs=0.08), point["point"]
+        assert experiment.block_time(point["record"]) == pytest.approx(point["record"]["time_s"], rel=0.15), point["point"]
+
+
+def test_a_whole_model_that_was_measured():
+    """Four layers of Llama3-8B at 128K untiled: peak within 5 %, states within 1 %, time within 15 %."""
+    (point,) = experiment.model_points()
+    found, record = point["prediction"], point["record"]
+    assert found.phase == "loss" and found.layers == 4
+    assert point["predicted_gib"] == pytest.approx(record["peak_gib"], rel=0.05)
+    states = sum(found.device[name] for name in ("parameters", "gradients", "optimizer", "buckets"))
+    assert states == pytest.approx(record["states_gib"], rel=0.01)
+    assert found.time_s == pytest.approx(record["time_s"], rel=0.15)
+
+
+def test_the_paper_s_own_numbers():
+    """Its set-up on this code at 1M to 4M: throughput within 15 % of Table 3, and 5M fits."""
+    table = experiment.published()
+    for tokens in (2**20, 2**21, 3 * 2**20, 2**22):
+        found = predict(request("llama3-8b", tokens, 8, ["memory.preset=paper", "upipe.attention_output=device"]), EIGHT)
+        assert found.fits and found.tokens_per_s_per_gpu == pytest.approx(float(table[tokens]), rel=0.15)
+    assert at(5 * 2**20).fits
+
+
+def test_longest():
+    """The longest that fits fits, and a step more does not; the host ends it at about 7.6M with every input stored."""
+    words = [*FUSED, "upipe.overlap=false", "memory.prefetch=false"]
+    found = max_tokens("llama3-8b", EIGHT, words)
+    assert found.fits and not at(found.tokens + plan.GRAIN, *words[3:]).fits
+    assert 7.4 < found.tokens / 2**20 < 7.8 and found.limit == "host"
+    assert max_tokens("qwen3-32b", Machine.parse("8xA100-40GB"), words) is None
+
+
+def test_fit():
+    """The fastest that fits; sequence parallelism only as far as needed; what is given stays."""
+    short, long = fit("llama3-8b", 2**16, EIGHT), fit("llama3-8b", 7 * 2**20, EIGHT)
+    assert short.fits and long.fits and short.run.upipe.sp_size < long.run.upipe.sp_size == 8
+    assert long.run.upipe.attention_output == "device" and fit("llama3-8b", 2**20, EIGHT).run.upipe.attention_output == "host"
+    given = fit("llama3-8b", 2**20, EIGHT, ["upipe.attention_output=device", "upipe.sp_size=8"])
+    assert given.run.upipe.attention_output == "device" and given.run.upipe.sp_size == 8
+    assert fit("llama3-8b", 16 * 2**20, EIGHT) is None
+
+
+@pytest.mark.parametrize("words, change", [
+    pytest.param(["memory.preset=none"], "memory.loss_tokens", marks=pytest.mark.slow),  # both are simulated anew
+    pytest.param(
+        ["memory.preset=paper", "memory.offload=none", "memory.keep_layers_on_gpu=auto"], "memory.offload=pinned", marks=pytest.mark.slow
+    ),
+    (["memory.preset=paper", "memory.offload=pinned", "memory.keep_layers_on_gpu=2"], "memory.fused_layers=true"),
+    ([*FUSED, "memory.keep_layers_on_gpu=20"], "upipe.overlap=false"),
+])  # fmt: skip
+def test_advice(words, change):
+    found = predict(request("llama3-8b", 6 * 2**20, 8, words), EIGHT)
+    assert not found.fits and found.limit == "device" and found.headroom["device"] < 0
+    assert change in found.advice()
+    followed = predict(request("llama3-8b", 6 * 2**20, 8, [*words, *found.advice().split()]), EIGHT)
+    assert followed.device_gib < found.device_gib - 1
+
+
+def test_advice_for_the_host():
+    found = at(6 * 2**20, "upipe.attention_output=host")
+    assert found.limit == "host" and found.headroom["host"] < 0 and found.advice() == "upipe.attention_output=device"
+    assert "more host memory" in at(2**23, "upipe.overlap=false", "memory.prefetch=false").advice()
+
+
+@pytest.mark.parametrize("preset", ["paper", "fastest", "lowest_memory"])
+def test_a_saved_configuration_is_the_run(tmp_path, preset):
+    found = predict(request("llama3-8b", 2**20, 8, [f"memory.preset={preset}"]), EIGHT)
+    save_config(found, tmp_path / "run.yaml")
+    again = load(RunConfig, tmp_path / "run.yaml")
+    assert again == found.run and again.data.tokens == 2**20
+    assert predict(again, EIGHT).device_gib == found.device_gib
+    with pytest.raises(ConfigError, match="--save-config"):
+        save_config(found, tmp_path / "no" / "run.yaml")
+
+
+def command(capsys, *words):
+    status = main(["plan", *words])
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_json(capsys, tmp_path):
+    status, out, _ = command(
+        capsys, "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "5M", "--json", "--plot", str(tmp_path / "bars.png"),
+        "--save-config", str(tmp_path / "run.yaml"), *FUSED,
+    )  # fmt: skip
+    values = json.loads(out)
+    assert status == 0 and values["fits"] is True and values["tokens"] == 5 * 2**20 and values["max_tokens"] is None
+    assert values["limit"] in ("device", "host") and values["time_s"] > 0
+    for memory in ("device", "host"):
+        part = values[memory]
+        assert part["gib"] == pytest.approx(sum(part["components"].values()))
+        assert part["headroom_gib"] == pytest.approx(part["usable_gib"] - part["gib"])
+    assert values["device"]["phases"][values["device"]["phase"]] == pytest.approx(values["device"]["gib"])
+    assert values["time_s"] == pytest.approx(sum(values["time"].values()))
+    assert (tmp_path / "bars.png").stat().st_size > 5000
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["data"]["tokens"] == 5 * 2**20
+    status, out, _ = command(capsys, "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--max-tokens", "--json", *FUSED)
+    values = json.loads(out)
+    assert status == 0 and values["max_tokens"] == values["tokens"] > 6 * 2**20
+
+
+def test_text_and_status(capsys):
+    status, out, _ = command(capsys, "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "12M", *FUSED)
+    assert status == 1 and "does not fit" in out and "to go further:" in out and "simulated with the real code" in out
+    status, out, _ = command(capsys, "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "12M", "--fit")
+    assert status == 1 and "does not fit" in out
+
+
+@pytest.mark.parametrize("words, told", [
+    (["--model", "lama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M"], "did you mean llama3-8b"),
+    (["--model", "nobody/nothing", "--gpus", "8xH100-80GB", "--tokens", "1M"], "llama3-8b"),
+    (["--model", "llama3-8b", "--gpus", "8xH999", "--tokens", "1M"], "kinds: H200-141GB"),
+    (["--model", "llama3-8b", "--gpus", "64xH100-80GB", "--tokens", "1M", "upipe.heads_per_stage=7"], "heads_per_stage"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M", "upipe.sp_size=3"], "use one of 1, 2, 4, 8"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M", "memory.offlod=pinned"], "did you mean 'offload'"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M", "upipe.kernel=fa9"], "fa4"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB"], "--max-tokens"),
+])  # fmt: skip
+def test_errors_are_one_line(capsys, words, told):
+    status, out, err = command(capsys, *words)
+    assert status == 2 and out == "" and told in err and err.count("\n") == 1, err
+
+
+def test_a_ring_is_refused_by_name():
+    run = request("llama3-8b", 2**20, 8, FUSED)
+    object.__setattr__(run.upipe, "ring_size", 2)
+    with pytest.raises(ConfigError, match="ring_size=2"):
+        predict(run, EIGHT)
+
+
+def test_a_model_that_is_not_kept(tmp_path, capsys):
+    """A folder with a configuration of its own is simulated when asked."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        hidden_size=256, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, intermediate_size=512, vocab_size=1000
+    ).save_pretrained(tmp_path / "own")
+    status, out, _ = command(capsys, "--model", str(tmp_path / "own"), "--gpus", "2xH200", "--tokens", "64K", "--json")
+    values = json.loads(out)
+    assert status == 0 and "(now)" in values["provenance"]["layer and loss"] and 0 < values["device"]["gib"] < 10
+
+
+def test_the_command_is_quick():
+    """Under 20 s of a processor, from the kept results, with the search over settings."""
+    before = os.times()
+    words = ["plan", "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--max-tokens", "--fit", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "upipe.cli", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["max_tokens"] > 7 * 2**20
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 20
+
+
+def test_records(tmp_path, capsys):
+    """Predictions are valid records; nothing that only a run has is in them."""
+    made_with = {"run_id": "r", "commit": "c", "dirty": None, "versions": {"torch": "x"}, "command": "c", "date": "2026-01-01T00:00:00Z"}
+    for tokens in (2**20, 12 * 2**20):
+        record = experiment.record_of(at(tokens), "point", made_with)
+        assert record.provenance == "predicted" and records.validate(record) == []
+    assert record.outcome == "oom_host" or record.outcome == "oom_device"
+    machine = dataclasses.replace(EIGHT, nodes=2)
+    assert records.validate(experiment.record_of(at(2**20, "upipe.sp_size=8", machine=machine), "point", made_with)) == []
+    assert isinstance(is_current(), bool)

@@ -1,0 +1,141 @@
+"""The simulation of a layer's and the loss's memory: against counts by hand, the counting experiments and the kept results."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from experiments import live_layer
+from experiments.live import SHAPES
+from upipe import block, layer, preflight, simulate
+from upipe.build import ModelConfig, hf_config
+from upipe.config import ConfigError
+from upipe.preflight import PreflightError
+from upipe.simulate import Case, Peaks, cached, kept_cases, shape_of
+
+GIB = 2**30
+TILES = {"mlp_tokens": 8192, "norm_tokens": 8192, "loss_tokens": 2048}
+SMALL = ModelConfig(hidden_size=256, layers=2, heads=8, kv_heads=4, intermediate_size=512, vocab_size=1000)
+
+
+def shape(preset):
+    return shape_of(hf_config(ModelConfig(preset=preset)))
+
+
+def line(case, phase, lengths=(262144, 393216)):
+    """Slope in u and constant in GiB."""
+    peaks = simulate.simulate(case, lengths)
+    slope = peaks.slope(phase)
+    return slope / (2 * json.loads(case.shape)["hidden_size"]), (getattr(peaks, phase)[-1] - slope * lengths[-1]) / GIB
+
+
+def test_lines_between_and_beyond_the_lengths():
+    peaks = Peaks((10, 20, 40), (5, 15, 75), (1, 1, 1), (0, 0, 0), (0, 0, 0))
+    assert [peaks.at("forward", n) for n in (1, 10, 15, 20, 30, 40, 80)] == [5, 5, 10, 15, 45, 75, 195]
+    assert peaks.at("loss", 1000) == 1 and peaks.slope("forward") == 3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_fused_layer_is_what_the_counting_experiment_finds(overlap):
+    """The whole patched model against `layer.decoder_layer` called by hand with its tensors; 1 %."""
+    case = Case(shape("llama3-8b"), 8, "fa4", overlap=overlap, fused=True, mlp_tokens=4096)
+    found = simulate.simulate(case, (65536,))
+    counted = live_layer.layer_peaks(65536, 8, **SHAPES["llama3_8b"], width=14336, overlap=overlap)
+    assert found.backward[0] == pytest.approx(counted["backward"][0], rel=0.01)
+    # That one gives the norm two fp32 temporaries of 2048 rows, which the GPU's has not; this one has positions.
+    assert -8 * 65536 - 1024 < counted["first forward"][0] - found.forward[0] < 0.1 * GIB
+
+
+@pytest.mark.parametrize(
+    "preset, settings, units, constant",
+    [
+        ("llama3-8b", {"fused": True, "overlap": False}, 6.34, 0.36),
+        ("llama3-8b", {}, 8.34, 0.03),
+        ("qwen3-32b", {"fused": True, "overlap": False}, 6.28, 0.81),
+    ],
+)
+def test_layers_at_eight_ranks(preset, settings, units, constant):
+    """Regression: docs/layer.md's numbers, and 8.33 u of the memory study for modules (its dO a stage at a time, dx in bf16)."""
+    found, const = line(Case(shape(preset), 8, "fa4", **TILES | settings), "backward")
+    assert found == pytest.approx(units, rel=0.01) and const == pytest.approx(constant, abs=0.02)
+
+
+def test_the_tiled_loss_by_hand():
+    """Layer input, last hidden states, their norm, its gradient, cos and sin, positions and labels a token; at the peak the head's
+    gradient in fp32 and in bf16."""
+    wanted = (4 * 2 * 4096 + 2 * 2 * 128 + 16) / 8192
+    found, constant = line(Case(shape("llama3-8b"), 8, "fa4", fused=True, overlap=False, **TILES), "loss")
+    assert found == pytest.approx(wanted, rel=1e-6)
+    head, tile = 128256 * 4096 / GIB, 2048 * 128256 / GIB
+    # Whichever is more: rounding the head's gradient, or a tile's logits in fp32 and bf16 beside it.
+    assert constant == pytest.approx(max(6 * head, 4 * head + 6 * tile), rel=0.25)
+
+
+def test_untiled_logits_and_no_checkpointing():
+    """Logits in bf16 and their gradient; a layer without checkpointing keeps its wide activations."""
+    case = Case(shape_of(hf_config(SMALL)), 2, "fa4", checkpointing="none")
+    peaks = simulate.simulate(case, (4096, 8192))
+    assert peaks.slope("loss") >= 2 * 2 * 1000
+    assert peaks.slope("saved") >= 3 * 2 * 512
+    kept = simulate.simulate(dataclasses.replace(case, checkpointing="model"), (4096, 8192))
+    assert kept.saved == (0, 0) and kept.slope("loss") < peaks.slope("loss")
+
+
+def test_attention_output_on_the_host_is_counted_there():
+    """H * d bf16 and H fp32 a token, whatever P."""
+    text = shape_of(hf_config(SMALL))
+    for ranks in (2, 8):
+        peaks = simulate.simulate(Case(text, ranks, "fa4", attention_output="host"), (4096,))
+        assert peaks.host == 8 * 32 * 2 + 8 * 4
+    assert simulate.simulate(Case(text, 2, "fa4"), (4096,)).host == 0
+
+
+def test_layers_of_several_kinds_are_each_run():
+    described = hf_config(SMALL)
+    described.layer_types = ["full_attention", "full_attention"]
+    assert "layer_types" not in shape_of(described)
+    gemma = {"model_type": "gemma3_text", "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "head_dim": 32, "intermediate_size": 256, "vocab_size": 300, "sliding_window": 64}  # fmt: skip
+    from transformers import AutoConfig
+
+    text = shape_of(AutoConfig.for_model(**gemma))
+    assert len(json.loads(text)["layer_types"]) == 2
+    assert simulate.simulate(Case(text, 2, "fa4", **TILES), (4096,)).backward[0] > 0
+
+
+def test_what_is_kept_is_what_is_simulated_now():
+    """One kept case of each model, at its two shortest lengths; 1 %. `python -m upipe.simulate` makes them again."""
+    for model in simulate.KEPT:
+        case = kept_cases(model)[0]
+        kept = cached(case)
+        assert kept is not None, case.key
+        now = simulate.simulate(case, kept.lengths[:2])
+        for phase in ("forward", "loss", "backward"):
+            assert getattr(now, phase) == pytest.approx(getattr(kept, phase)[:2], rel=0.01), (model, phase)
+
+
+def test_keeping_results(tmp_path):
+    case, peaks = Case("{}", 2, "fa4"), Peaks((1, 2), (3, 4), (5, 6), (7, 8), (0, 0), 1.5)
+    path = tmp_path / "layers.json"
+    assert cached(case, path) is None
+    simulate.keep({case: peaks}, path)
+    simulate.keep({dataclasses.replace(case, ranks=4): peaks}, path)
+    assert cached(case, path) == peaks == cached(dataclasses.replace(case, ranks=4), path)
+    assert cached(dataclasses.replace(case, dx="bf16"), path) is None and simulate.is_current(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"code": "other"}))
+    assert not simulate.is_current(path)
+    simulate.keep({case: peaks}, path)
+    assert list(json.loads(path.read_text())["cases"]) == [case.key]  # of other code nothing stays
+
+
+def test_refusals_and_nothing_left_behind():
+    plain = block.exchange, preflight.check_groups, layer._normed, torch.is_grad_enabled()
+    text = shape_of(hf_config(SMALL))
+    with pytest.raises(ConfigError, match="use one of fa4"):
+        simulate.simulate(Case(text, 2, "none"), (64,))
+    with pytest.raises(ConfigError, match="heads_per_stage"):
+        simulate.simulate(Case(text, 2, "fa4", heads_per_stage=3), (64,))
+    with pytest.raises((ConfigError, PreflightError), match="dx"):
+        simulate.simulate(Case(text, 2, "fa4", fused=True, dx="bf16"), (64,))
+    assert plain == (block.exchange, preflight.check_groups, layer._normed, torch.is_grad_enabled())

@@ -1,0 +1,674 @@
+"""Whether a run fits, which memory ends first, and how long a step takes: before anything is started, on any machine.
+
+    run = request("llama3-8b", 5 * 2**20, machine, ["memory.fused_layers=true"])
+    predict(run, machine).text()
+
+Memory of a rank's GPU, by phase of a step (first forwards, loss, backward of a layer, optimizer):
+
+    states      parameters, gradients, master weights and Adam's states by ZeRO stage and dtypes
+    buffers     what ZeRO-3 has gathered (`stage3_max_live_parameters` and the prefetch bucket, or the head) and two gradient buckets
+    inputs      saved inputs on the device, and the one that is prefetched
+    work        a layer or the loss, simulated with the real code: `upipe.simulate`
+    margin      MARGIN_SHARE of all that, and MARGIN_GIB: fragments, cuBLAS, small tensors; assumed
+
+against what the allocator can have (`usable_gib`: CUDA context and NCCL are off it). Host memory of a node: sent inputs in exactly
+sized slabs, attention outputs, an optimizer there, and SYSTEM_GIB + PROCESS_GIB a process; assumed.
+
+Time: executed FLOPs over rates, bytes over links, what overlap hides taken off (`plan_rates.json`, with the source of each
+number; H200 measured, other GPUs scaled from data sheets). Not modelled: loading, evaluation, checkpoints, stragglers.
+
+Units: bytes inside, GiB = 2**30 bytes outside; binary lengths; tokens/s/GPU counts each token once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import json
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+from upipe import preflight, simulate, stage_width
+from upipe.build import ModelConfig, hf_config, model_sizes
+from upipe.config import ConfigError, load, to_mapping
+from upipe.memory import make_plan
+from upipe.optimize import deepspeed_config
+from upipe.presets import preset_shapes
+from upipe.records import format_tokens
+from upipe.simulate import Case, peaks_of, shape_of
+from upipe.trainer import RunConfig
+
+GIB = 2**30
+MARGIN_SHARE, MARGIN_GIB = 0.02, 0.5
+SYSTEM_GIB, PROCESS_GIB = 20.0, 5.0
+GRAIN = 32768
+"""Lengths that `max_tokens` tries are multiples of this."""
+LONGEST = 2**24
+"""Tokens: a head of 128 has 2**31 elements then, more than kernels index with 32 bits."""
+SUB_GROUP = 10**9  # DeepSpeed's stage3 sub_group_size: parameters stepped at a time
+
+GROWING = ("work of a layer", "work of the loss", "saved inputs", "prefetched input", "layer inputs", "attention outputs")
+"""Components that grow with the sequence."""
+
+CANDIDATES: dict[str, tuple[str, ...]] = {
+    "fused layers, attention output on the host": ("memory.preset=fastest", "memory.fused_layers=true", "memory.offload=pinned"),
+    "fused layers": ("memory.preset=fastest", "memory.fused_layers=true", "memory.offload=pinned", "upipe.attention_output=device"),
+    "fused layers, no overlap": (
+        "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output=device", "memory.prefetch=false",
+    ),
+    "fused layers, inputs kept where they fit": ("memory.preset=fastest", "memory.fused_layers=true"),
+    "fused layers, optimizer on the host": (
+        "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output=device", "memory.optimizer=cpu",
+    ),
+    "modules": ("memory.preset=fastest",),
+}  # fmt: skip
+"""What `fit` tries, by name."""
+LEAST = CANDIDATES["fused layers, no overlap"]
+"""The least device memory of these without an optimizer on the host."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU; see gpus_source in plan_rates.json."""
+
+    name: str
+    tflops: float
+    memory_gib: float
+    usable_gib: float
+    hbm_gb_s: float
+    link_gb_s: float
+    network_gb_s: float
+    pinned_gb_s: float
+    pageable_to_host_gb_s: float
+    pageable_to_device_gb_s: float
+    kernel: str
+    provenance: str
+
+
+@functools.cache
+def rates() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_name("plan_rates.json").read_text())
+
+
+@functools.cache
+def gpus() -> dict[str, Gpu]:
+    return {name: Gpu(name, **values) for name, values in rates()["gpus"].items()}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`nodes` hosts of `per_node` GPUs and `host_gib` GiB each."""
+
+    gpu: Gpu
+    per_node: int
+    nodes: int = 1
+    host_gib: float = 1945.0
+
+    @property
+    def world(self) -> int:
+        return self.per_node * self.nodes
+
+    @classmethod
+    def parse(cls, text: str, nodes: int = 1, host_gib: float = 1945.0) -> Machine:
+        """From "8xH100-80GB", the GPUs of one node. Raises ConfigError with the choices."""
+        match = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w-]*)", text.strip())
+        names = [] if match is None else [n for n in gpus() if match[2].lower() in (n.lower(), n.split("-")[0].lower())]
+        if not names or int(match[1] or 1) < 1:
+            near = difflib.get_close_matches((match[2] if match else text).upper(), gpus(), n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--gpus {text!r}: write NUMBERxKIND for one node, as 8xH100-80GB; kinds: {', '.join(gpus())}{hint}")
+        if len(names) > 1:
+            raise ConfigError(f"--gpus {text!r} may be {' or '.join(names)}: say which")
+        if nodes < 1 or host_gib <= 0:
+            raise ConfigError(f"--nodes {nodes}, --host-gib {host_gib:g}: both must be positive")
+        return cls(gpus()[names[0]], int(match[1] or 1), nodes, host_gib)
+
+    def __str__(self) -> str:
+        nodes = f"{self.nodes} nodes of " if self.nodes > 1 else ""
+        return f"{nodes}{self.per_node} x {self.gpu.name}, {self.host_gib:g} GiB of host memory a node"
+
+
+def _model_section(model: str) -> dict[str, Any]:
+    if model in preset_shapes():
+        return {"preset": model}
+    if "/" not in model and not Path(model).exists():
+        near = difflib.get_close_matches(model, preset_shapes(), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"--model {model!r} is neither a preset, a folder, nor a Hugging Face name (OWNER/NAME){hint}. Presets: "
+            f"{', '.join(preset_shapes())}"
+        )
+    return {"pretrained": model}
+
+
+def request(model: str, tokens: int, world: int, words: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """The configuration of a run, as `upipe train` reads it: bf16 with bf16 gradients, ZeRO-3, all ranks on one sequence and
+    preset "fastest", with the settings given in words (`section.key=value`) in their place. Raises ConfigError."""
+    if tokens < 1:
+        raise ConfigError(f"--tokens {tokens}: at least one")
+    mapping = {
+        "model": _model_section(model),
+        "data": {"path": str(Path(__file__).resolve().parent.parent / "configs" / "books" / "persuasion.txt"), "repeat": True},
+        "train": {"dtype": "bf16", "gradient_dtype": "bf16", "zero_stage": 3},
+        "upipe": {"sp_size": world},
+    }
+    words = list(words)
+    if not any(word.startswith(("memory.preset=", "memory={")) for word in words):
+        words.insert(0, "memory.preset=fastest")
+    mapping["data"]["tokens"] = tokens
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.yaml"
+        path.write_text(yaml.safe_dump(mapping))
+        return load(RunConfig, path, words)
+
+
+@functools.cache
+def _described(model: str) -> tuple[Any, Any, str]:
+    """Hugging Face configuration, sizes and shape of a model section, as JSON."""
+    config = ModelConfig(**json.loads(model))
+    try:
+        described = hf_config(config)
+    except ConfigError as error:
+        # The hub's own messages are long.
+        raise ConfigError(f"{' '.join(str(error).split())[:300]}. Presets: {', '.join(preset_shapes())}") from error
+    return described, model_sizes(config), shape_of(described)
+
+
+def described(run: RunConfig) -> tuple[Any, Any, str]:
+    values = dataclasses.asdict(run.model) | {"checkpointing": "none"}
+    return _described(json.dumps(values))
+
+
+def case_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> Case:
+    """What is to be simulated for a run. width: U; None for P."""
+    memory, upipe = run.memory, run.upipe
+    checkpointing = "own" if memory.offload != "none" else {"none": "none"}.get(run.model.checkpointing, "model")
+    return Case(
+        shape, upipe.sp_size, kernel, None if width == upipe.sp_size else width, upipe.attention_output, upipe.overlap, upipe.dx,
+        memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens, memory.fp32_grads, memory.reuse_grad, memory.fused_layers,
+        checkpointing, run.train.micro_batch_size, run.train.dtype,
+    )  # fmt: skip
+
+
+def kernel_of(run: RunConfig, machine: Machine, head_dim: int) -> str:
+    """The attention kernel by name: the one set, or the fastest of the GPU for this head dim."""
+    if run.upipe.kernel != "auto":
+        return run.upipe.kernel
+    if machine.gpu.kernel == "fa4" and head_dim not in (32, 64, 96, 128, 192, 256):
+        return "flash"
+    return machine.gpu.kernel
+
+
+def _tflops(kernel: str, direction: str, tokens: int, machine: Machine) -> float:
+    """Attention's rate at a length: measured on the H200, between lengths by a line, beyond them the nearest; times the ratio
+    of the GPUs' data sheets."""
+    table = rates()["attention"].get({"fa3": "fa4", "fa2": "flash"}.get(kernel, kernel))
+    if table is None:
+        raise ConfigError(f"upipe.kernel={kernel}: no rate was measured; use auto, {', '.join(rates()['attention'])}")
+    points = sorted((int(n), rate) for n, rate in table[direction].items())
+    (low, a), (high, b) = points[0], points[-1]
+    rate = a + (b - a) * min(1.0, max(0.0, (tokens - low) / (high - low)))
+    return rate * machine.gpu.tflops / gpus()["H200-141GB"].tflops
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted of a run on a machine.
+
+    device: components in GiB of the phase that binds. phases: GiB of each phase, margin included. host: components in GiB of
+    a node. limit: "device" or "host", the one that runs out (first, as the sequence grows). time: seconds by what takes them.
+    """
+
+    run: RunConfig
+    machine: Machine
+    kernel: str
+    phase: str
+    phases: dict[str, float]
+    device: dict[str, float]
+    host: dict[str, float]
+    time: dict[str, float]
+    layers: int
+    sent_layers: int
+    kept: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.run.data.tokens
+
+    @property
+    def device_gib(self) -> float:
+        return sum(self.device.values())
+
+    @property
+    def host_gib(self) -> float:
+        return sum(self.host.values())
+
+    @property
+    def time_s(self) -> float:
+        return sum(self.time.values())
+
+    @property
+    def headroom(self) -> dict[str, float]:
+        """GiB left, of a GPU and of a node's host; negative where it does not fit."""
+        return {"device": self.machine.gpu.usable_gib - self.device_gib, "host": self.machine.host_gib - self.host_gib}
+
+    @property
+    def fits(self) -> bool:
+        return min(self.headroom.values()) >= 0
+
+    @property
+    def limit(self) -> str:
+        growing = {"device": self.device, "host": self.host}
+        # How much longer the sequence could be, by the part that grows with it.
+        longer = {
+            memory: left / max(1e-9, sum(growing[memory].get(name, 0.0) for name in GROWING)) for memory, left in self.headroom.items()
+        }
+        return min(longer, key=longer.get)
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        train = self.run.train
+        step = self.tokens * train.micro_batch_size * train.accumulation * (self.machine.world // self.run.upipe.sp_size)
+        return step / self.time_s / self.machine.world
+
+    def advice(self) -> str:
+        """The setting to change for the limit that binds, one line."""
+        memory, upipe = self.run.memory, self.run.upipe
+        if self.limit == "host":
+            steps = [
+                ("upipe.attention_output=device", upipe.attention_output == "host" and self.run.upipe.dx == "gemm"),
+                ("memory.optimizer=device", self.headroom["device"] > 0.8 * self.host["optimizer"] / self.machine.per_node > 0),
+                ("memory.keep_layers_on_gpu=2 or more", self.headroom["device"] > 2 * self.device.get("saved inputs", 0.0) + 8),
+            ]
+            rest = "more host memory or more nodes with a larger upipe.sp_size: every layer's input is stored once"
+        else:
+            steps = [
+                ("memory.loss_tokens=2K", memory.loss_tokens is None),
+                ("memory.offload=pinned", memory.offload == "none" or (memory.offload == "auto" and self.sent_layers < self.layers - 1)),
+                ("memory.mlp_tokens=8K memory.norm_tokens=8K", memory.mlp_tokens is None or memory.norm_tokens is None),
+                ("memory.fused_layers=true upipe.dx=gemm", not memory.fused_layers),
+                ("upipe.overlap=false", upipe.overlap),
+                ("memory.prefetch=false", memory.prefetch and memory.offload != "none"),
+                ("a larger upipe.sp_size", upipe.sp_size < self.machine.world),
+                ("memory.optimizer=cpu", memory.optimizer == "device" and self.headroom["host"] > 16 * 8),
+            ]
+            rest = "more GPUs with a larger upipe.sp_size"
+        return next((text for text, helps in steps if helps), rest)
+
+    def to_json(self, max_tokens: int | None = None) -> dict[str, Any]:
+        """What `upipe plan --json` prints; numbers in GiB, seconds, tokens/s/GPU."""
+        gpu = self.machine.gpu
+        return {
+            "tokens": self.tokens, "fits": self.fits, "limit": self.limit, "change": self.advice(), "max_tokens": max_tokens,
+            "device": {"gib": self.device_gib, "usable_gib": gpu.usable_gib, "headroom_gib": self.headroom["device"],
+                       "phase": self.phase, "phases": self.phases, "components": self.device},
+            "host": {"gib": self.host_gib, "usable_gib": self.machine.host_gib, "headroom_gib": self.headroom["host"],
+                     "components": self.host},
+            "time_s": self.time_s, "time": self.time, "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu, "kernel": self.kernel,
+            "gpu": gpu.name, "gpus": self.machine.world, "sp_size": self.run.upipe.sp_size, "provenance": self.provenance(),
+        }  # fmt: skip
+
+    def provenance(self) -> dict[str, str]:
+        """Where each kind of number is from."""
+        gpu = self.machine.gpu
+        scaled = "measured on two H200s" if gpu.provenance == "measured" else "those of the H200 scaled by data sheets"
+        kernel = "measured on an H200" if self.kernel in simulate.MEASURED else "assumed"
+        where = "now" if not self.kept else "kept in plan_layers.json"
+        if self.kept and not simulate.is_current():
+            where += ", of other code than this: python -m upipe.simulate makes it again"
+        return {
+            "layer and loss": f"simulated with the real code ({where})",
+            "attention kernel's own memory": kernel, "states, buffers": "arithmetic", "margin, system": "assumed",
+            "rates": f"attention and links {scaled}; products, gathers and 8-GPU host copies assumed",
+        }  # fmt: skip
+
+    def text(self) -> str:
+        run, gpu, left = self.run, self.machine.gpu, self.headroom
+        sp = run.upipe.sp_size
+        lines = [
+            f"{run.model.preset or run.model.pretrained or 'model'}, {self.layers} layers, {format_tokens(self.tokens)} tokens, on "
+            f"{self.machine}; sp {sp} x dp {self.machine.world // sp}, {self.kernel}",
+            f"device  {self.device_gib:8.2f} GiB of {gpu.usable_gib:g}, {left['device']:+.2f} left; highest in the {self.phase}",
+            *(f"  {value:8.2f} {name}" for name, value in self.device.items() if value > 0.005),
+            f"host    {self.host_gib:8.2f} GiB of {self.machine.host_gib:g} a node, {left['host']:+.2f} left",
+            *(f"  {value:8.2f} {name}" for name, value in self.host.items() if value > 0.005),
+            f"step    {self.time_s:8.2f} s, {self.tokens_per_s_per_gpu:.4g} tokens/s/GPU",
+            *(f"  {value:8.2f} {name}" for name, value in self.time.items() if value > 0.005),
+            f"{'fits' if self.fits else 'does not fit'}; {self.limit} memory "
+            f"{'ends first' if self.fits else 'runs out'}; to go further: {self.advice()}",
+            "from: " + "; ".join(f"{what}: {source}" for what, source in self.provenance().items()),
+        ]
+        return "\n".join(lines)
+
+
+def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
+    """Memory and time of a run on a machine. Raises ConfigError for what cannot be run, with what would work.
+
+    kept: use results in plan_layers.json; False simulates anew.
+    """
+    sp, world, tokens = run.upipe.sp_size, machine.world, run.data.tokens
+    if getattr(run.upipe, "ring_size", 1) != 1:
+        raise ConfigError(f"upipe.ring_size={run.upipe.ring_size}: ring parallelism is not simulated yet; plan with ring_size=1")
+    if sp < 1 or world % sp:
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        raise ConfigError(f"upipe.sp_size={sp} does not divide the {world} GPUs; use one of {', '.join(map(str, divisors))}")
+    hf, sizes, shape = described(run)
+    text = hf.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kernel = kernel_of(run, machine, head_dim)
+    width = run.upipe.heads_per_stage
+    if width == "auto":
+        width, _ = stage_width.choose(tokens, sp, text.num_attention_heads, f"NVIDIA {machine.gpu.name.split('-')[0]}", kernel)
+    try:
+        schedule = preflight.check_schedule(text.num_attention_heads, text.num_key_value_heads, sp, width)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    case = case_of(run, shape, kernel, width)
+    plan = make_plan(
+        run, tokens, sizes, world=world, local_ranks=machine.per_node, device_bytes=int(machine.gpu.memory_gib * GIB), host_bytes=2**60
+    )
+    peaks = peaks_of(case) if kept else simulate.simulate(case)
+    local = -(-tokens // sp)
+    phases = _device(run, machine, plan, sizes, case, peaks, local)
+    totals = {phase: sum(parts.values()) / GIB for phase, parts in phases.items()}
+    phase = max(totals, key=totals.get)
+    host = _host(run, machine, plan, sizes)
+    spent = _time(run, machine, plan, sizes, text, schedule, kernel, head_dim)
+    return Prediction(
+        run, machine, kernel, phase, totals, {name: value / GIB for name, value in phases[phase].items()},
+        {name: value / GIB for name, value in host.items()}, spent, sizes.layers, plan.sent_layers,
+        kept and simulate.cached(case) is not None,
+    )  # fmt: skip
+
+
+def state_bytes(run: RunConfig, parameters: int, world: int) -> dict[str, int]:
+    """Bytes a rank of model states by ZeRO stage (arXiv 1910.02054): parameters in the training dtype from stage 3 on a share,
+    gradients in `train.gradient_dtype` from stage 2, fp32 master weights and Adam's two moments from stage 1. Under
+    `memory.optimizer: cpu` the last and the gradients that it takes are on the host."""
+    train = run.train
+    share = [world if train.zero_stage >= stage else 1 for stage in (3, 2, 1)]
+    itemsize = 2 if train.dtype == "bf16" else 4
+    gradient = 2 if train.dtype == "bf16" and train.gradient_dtype == "bf16" else 4
+    on_host = run.memory.optimizer == "cpu"
+    return {
+        "parameters": itemsize * parameters // share[0],
+        "gradients": gradient * parameters // share[1],
+        "optimizer": 0 if on_host else 12 * parameters // share[2],
+    }
+
+
+def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -> dict[str, dict[str, int]]:
+    """Bytes of each component in each phase."""
+    zero = deepspeed_config(run.train, run.memory, cuda=True, layer_parameters=sizes.layer_parameters)["zero_optimization"]
+    itemsize, u, layers = 2 if case.dtype == "bf16" else 4, plan.input_bytes, sizes.layers
+    states = state_bytes(run, sizes.parameters, machine.world)
+    buckets = 2 * zero["reduce_bucket_size"] * itemsize if run.train.zero_stage else 0
+    gathered = head = 0
+    if run.train.zero_stage == 3:
+        gathered = itemsize * (max(zero["stage3_max_live_parameters"], sizes.layer_parameters) + zero["stage3_prefetch_bucket_size"])
+        head = itemsize * sizes.vocab_size * sizes.hidden_size
+    kept = layers - plan.sent_layers
+    # Without checkpointing a layer keeps more than its input.
+    each = u + peaks.at("saved", local)
+    others = max(0, kept - 1) * each
+    fetched = u if plan.checkpointing is not None and plan.checkpointing.prefetch and plan.sent_layers > (kept == 0) else 0
+    phases = {
+        "first forward": {"work of a layer": peaks.at("forward", local) - u, "gathered": gathered, "saved inputs": others + u},
+        # The simulated layer's input is in what was counted, also where it is on the host by now.
+        "loss": {"work of the loss": peaks.at("loss", local) - u, "gathered": max(gathered, head), "saved inputs": others + u * (kept > 0)},
+        "backward": {
+            "work of a layer": peaks.at("backward", local) - u, "gathered": gathered, "saved inputs": others + u,
+            "prefetched input": fetched,
+        },
+        "optimizer step": {"fp32 gradients": 4 * min(SUB_GROUP, sizes.parameters // machine.world)},
+    }  # fmt: skip
+    if run.memory.optimizer == "cpu" or run.train.dtype == "fp32" or run.train.gradient_dtype == "fp32":
+        phases["optimizer step"]["fp32 gradients"] = 0      # they are there already
+    for parts in phases.values():
+        parts |= states | {"buckets": buckets}
+        parts["margin"] = int(MARGIN_SHARE * sum(parts.values()) + MARGIN_GIB * GIB)
+    return phases
+
+
+def _host(run, machine: Machine, plan, sizes) -> dict[str, float]:
+    """Bytes of a node by what for."""
+    ranks = machine.per_node
+    staging = 2 * 3 * 64 * 2**20 if plan.checkpointing is not None and plan.checkpointing.offload == "pageable" else 0
+    # Master weights, moments, and fp32 gradients.
+    optimizer = 16 * sizes.parameters // machine.world if run.memory.optimizer == "cpu" else 0
+    return {
+        "layer inputs": ranks * plan.sent_layers * plan.input_bytes, "attention outputs": ranks * plan.attention_bytes,
+        "optimizer": ranks * optimizer, "staging": ranks * staging, "system, processes": (SYSTEM_GIB + PROCESS_GIB * ranks) * GIB,
+    }  # fmt: skip
+
+
+def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_dim: int) -> dict[str, float]:
+    """Seconds of an optimizer step by what takes them."""
+    train, memory, upipe, table, gpu = run.train, run.memory, run.upipe, rates(), machine.gpu
+    sp, S, layers, itemsize = upipe.sp_size, run.data.tokens, sizes.layers, 2 if train.dtype == "bf16" else 4
+    rows = train.micro_batch_size * -(-S // sp)
+    checkpointed = run.model.checkpointing != "none" or memory.offload != "none"
+    twice = checkpointed and upipe.attention_output == "device"
+    # Attention of all layers; ranks wait for the one with most heads.
+    heads = -(-schedule.heads // sp)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
+    window = getattr(text, "sliding_window", None)
+    pairs = sum(S * min(S / 2, window) if window and kind == "sliding_attention" else S * S / 2 for kind in kinds[:layers])
+    flops = 4 * pairs * head_dim * heads * train.micro_batch_size
+    forward = flops * (1 + twice) / _tflops(kernel, "forward", S, machine) / 1e12
+    backward = 2.5 * flops / _tflops(kernel, "backward", S, machine) / 1e12
+    # Products, in forward-equivalents: q, k and v again in backward, gate and up again where the MLP is tiled.
+    D, H, K, d = sizes.hidden_size, schedule.heads, schedule.kv_heads, head_dim
+    qkv, projections = D * d * (H + 2 * K), D * d * (2 * H + 2 * K)
+    mlp = sizes.layer_parameters - projections
+    tiled = memory.mlp_tokens is not None or memory.fused_layers
+    mlp_again = checkpointed and not memory.fused_layers
+    products = layers * (projections * (3 + twice) + qkv + mlp * (3 + mlp_again + 2 / 3 * tiled)) + 3 * sizes.vocab_size * D
+    ratio = gpu.tflops / gpus()["H200-141GB"].tflops
+    gemm = 2 * rows * products / (table["gemm"] * ratio * 1e12)
+    # Passes of elementwise work over a hidden state, and over the MLP's and the logits' width; a rough count.
+    wide = getattr(text, "intermediate_size", 4 * D)
+    passes = layers * (40 * D + 14 * wide) * itemsize + 10 * 4 * sizes.vocab_size
+    elementwise = rows * passes / (gpu.hbm_gb_s * 0.8e9)
+    # Exchanges: q, k, v and o forward; q, k, v, o, dO, then dq, dk, dv backward.
+    width = d * itemsize * rows * (sp - 1) / sp
+    sent = layers * width * ((2 * H + 2 * K) * (1 + twice) + 4 * H + 4 * K)
+    within = min(sp, machine.per_node)
+    outside = 0.0 if sp <= machine.per_node else (sp - within) / (sp - 1)
+    exchange = sent * ((1 - outside) / gpu.link_gb_s + outside / gpu.network_gb_s) / 1e9
+    exchange *= table["exposed_exchange"] if upipe.overlap else 1.0
+    if sp == 1:
+        exchange = 0.0
+    # ZeRO: parameters gathered for forward and backward, gradients reduced.
+    moved = (3 if train.zero_stage == 3 else 2 if train.zero_stage else 1) * itemsize * sizes.parameters
+    bandwidth = gpu.link_gb_s if machine.nodes == 1 else gpu.network_gb_s
+    zero = 0.0 if machine.world == 1 else table["exposed_gather"] * moved / bandwidth / 1e9
+    compute = forward + backward + gemm + elementwise
+    host = _copies(run, machine, plan, forward / (1 + twice) + gemm / 4, compute - forward / (1 + twice) - gemm / 4)
+    micro = {
+        "attention, forward": forward, "attention, backward": backward, "products": gemm, "elementwise": elementwise,
+        "exchanges not hidden": exchange, "ZeRO not hidden": zero, "host copies not hidden": host,
+    }  # fmt: skip
+    spent = {name: seconds * train.accumulation for name, seconds in micro.items()}
+    if memory.optimizer == "cpu":
+        share = sizes.parameters / machine.nodes
+        spent["optimizer"] = 28 * share / table["host_cpu_gb_s"] / 1e9 + 6 * share / machine.per_node / _copy_rate(machine, gpu.pinned_gb_s)
+    else:
+        spent["optimizer"] = 30 * sizes.parameters / machine.world / (gpu.hbm_gb_s * 0.8e9)
+    return spent
+
+
+def _copy_rate(machine: Machine, gb_s: float) -> float:
+    """Bytes a second of a GPU's host copies while all of the node's copy."""
+    return gb_s * 1e9 * (rates()["many_gpus_host_copy"] if machine.per_node > 2 and machine.gpu.pinned_gb_s > 25 else 1.0)
+
+
+def _copies(run, machine: Machine, plan, forward: float, backward: float) -> float:
+    """Seconds of a step's host copies that computation does not hide. forward, backward: seconds of computation of all layers."""
+    gpu, layers = machine.gpu, plan.layers
+    pageable = plan.checkpointing is not None and plan.checkpointing.offload == "pageable"
+    out = _copy_rate(machine, gpu.pageable_to_host_gb_s if pageable else gpu.pinned_gb_s)
+    back = _copy_rate(machine, gpu.pageable_to_device_gb_s if pageable else gpu.pinned_gb_s)
+    pinned = _copy_rate(machine, gpu.pinned_gb_s)
+    sent, attention = plan.sent_layers * plan.input_bytes, plan.attention_bytes
+    # The attention output that comes back is waited for: it is read first thing in a layer's backward.
+    exposed = max(0.0, sent / out + attention / pinned - forward) + 0.5 * attention / pinned
+    if sent:
+        each = plan.input_bytes / back
+        fetched = plan.sent_layers * max(0.0, each - backward / layers) if plan.checkpointing.prefetch else plan.sent_layers * each
+        exposed += fetched
+    return exposed
+
+
+def fit(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction | None:
+    """The fastest of CANDIDATES that fits, over every sp_size that divides the GPUs; of equals (1 %) the smallest sp_size, so
+    that sequence parallelism goes only as far as needed. What is given in words is not changed. None where nothing fits."""
+    best: Prediction | None = None
+    for prediction in _candidates(model, tokens, machine, words):
+        if prediction.fits and (best is None or _better(prediction, best)):
+            best = prediction
+    return best
+
+
+def _better(a: Prediction, b: Prediction) -> bool:
+    gain = a.tokens_per_s_per_gpu / b.tokens_per_s_per_gpu
+    return gain > 1.01 or (gain > 0.99 and a.run.upipe.sp_size < b.run.upipe.sp_size)
+
+
+def _candidates(model: str, tokens: int, machine: Machine, words):
+    given = {word.partition("=")[0] for word in words}
+    widths = [n for n in range(machine.world, 0, -1) if machine.world % n == 0]
+    if "upipe.sp_size" in given:
+        widths = [None]
+    names = list(CANDIDATES)
+    for sp in widths:
+        fitted = []
+        for name in names:
+            own = [word for word in CANDIDATES[name] if word.partition("=")[0] not in given]
+            extra = [] if sp is None else [f"upipe.sp_size={sp}"]
+            try:
+                prediction = predict(request(model, tokens, machine.world, [*own, *extra, *words]), machine)
+            except ConfigError:
+                if sp in (None, 1):
+                    raise
+                break  # more ranks than this model's heads take
+            if prediction.fits:
+                fitted.append(name)
+            yield prediction
+        if not fitted and len(names) < len(CANDIDATES):
+            return
+        # What does not fit on some ranks does not fit on fewer.
+        names = fitted or names
+
+
+def max_tokens(model: str, machine: Machine, words=(), *, fitting: bool = False) -> Prediction | None:
+    """The prediction at the longest length that fits: a multiple of GRAIN, with the settings given, or with
+    `fitting` with any of CANDIDATES; up to LONGEST. None where not even the shortest does."""
+
+    def at(n: int) -> Prediction | None:
+        if fitting:
+            return fit(model, n * GRAIN, machine, words)
+        found = predict(request(model, n * GRAIN, machine.world, words), machine)
+        return found if found.fits else None
+
+    low, high, best = 0, LONGEST // GRAIN + 1, None
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = at(middle)
+        if found is None:
+            high = middle
+        else:
+            low, best = middle, found
+    return best
+
+
+def save_config(prediction: Prediction, path: str | Path) -> None:
+    """Write the run as a YAML file that `upipe train` takes, and read it back to see that it does.
+
+    Raises ConfigError where it cannot be written, or is read as something else.
+    """
+    run = prediction.run
+    values = _plain(to_mapping(run))
+    head = (
+        f"# Planned for {prediction.machine}: {prediction.device_gib:.1f} of {prediction.machine.gpu.usable_gib:g} GiB a GPU, "
+        f"{prediction.host_gib:.0f} GiB a node, {prediction.time_s:.4g} s a step (predicted).\n# Put your own data under data.\n"
+    )
+    try:
+        Path(path).write_text(head + yaml.safe_dump(values, sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"--save-config {path}: {error.strerror}") from error
+    if load(RunConfig, path) != run:
+        raise ConfigError(f"--save-config {path}: what was written is read as another configuration")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(v) for key, v in value.items() if v is not None}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def plot(predictions: list[Prediction], path: str | Path) -> None:
+    """Stacked bars of device memory by component, one a prediction, the usable memory as a line. Raises ConfigError."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(1.5 + 1.3 * len(predictions), 5))
+    names = list(dict.fromkeys(name for p in predictions for name in p.device))
+    bottom = [0.0] * len(predictions)
+    for i, name in enumerate(names):
+        heights = [p.device.get(name, 0.0) for p in predictions]
+        axis.bar(range(len(predictions)), heights, bottom=bottom, label=name, color=pyplot.cm.tab20(i % 20))
+        bottom = [b + h for b, h in zip(bottom, heights)]
+    axis.axhline(predictions[0].machine.gpu.usable_gib, color="black", linestyle="--", linewidth=1)
+    axis.set_xticks(range(len(predictions)), [format_tokens(p.tokens) for p in predictions])
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("GiB a GPU, predicted")
+    axis.legend(fontsize=7)
+    figure.tight_layout()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from error
+    finally:
+        pyplot.close(figure)
+
+
+def command(arguments: SimpleNamespace) -> int:
+    """`upipe plan`: 0 where it fits, 1 where it does not."""
+    machine = Machine.parse(arguments.gpus, arguments.nodes, arguments.host_gib)
+    words, model = arguments.overrides, arguments.model
+    longest = None
+    if arguments.max_tokens:
+        found = max_tokens(model, machine, words, fitting=arguments.fit)
+        longest = 0 if found is None else found.tokens
+    elif arguments.fit:
+        found = fit(model, arguments.tokens, machine, words)
+    else:
+        found = predict(request(model, arguments.tokens, machine.world, words), machine)
+    if found is None:
+        # Nothing fits: say what is in the way with the settings of least memory.
+        given = {word.partition("=")[0] for word in words}
+        least = [word for word in LEAST if word.partition("=")[0] not in given] if arguments.fit else []
+        found = predict(request(model, arguments.tokens or GRAIN, machine.world, [*least, *words]), machine)
+    if arguments.save_config:
+        save_config(found, arguments.save_config)
+    if arguments.plot:
+        sizes = [found.tokens >> shift & ~1023 or found.tokens for shift in (3, 2, 1)] if found.tokens >= 2**17 else []
+        shorter = [predict(dataclasses.replace(found.run, data=dataclasses.replace(found.run.data, tokens=n)), machine) for n in sizes]
+        plot([*shorter, found], arguments.plot)
+    if arguments.json:
+        print(json.dumps(found.to_json(longest), indent=1))
+    else:
+        if longest is not None:
+            print(f"longest that fits: {longest} tokens, {longest / 2**20:.2f}M")
+        print(found.text())
+    return 0 if found.fits else 1

@@ -1,0 +1,435 @@
+"""The memory of one decoder layer and of the loss, simulated: the real code on the meta device, at any number of ranks.
+
+    python -m upipe.simulate                          # makes plan_layers.json again
+    python -m upipe.simulate --model llama3-8b        # adds or replaces one model's
+
+A Hugging Face model of shapes alone gets the run's own parts (`apply_tiling`, `upipe.apply`, `apply_fused_layers`,
+`apply_checkpointing`). One layer then runs forward, the loss runs forward and backward, and the layer is recomputed and
+differentiated; `upipe.live` follows every storage. Exchanges and host copies do nothing, and the attention kernel holds
+what was measured of it (`Kernel.backward_bytes`). Ring parallelism is not simulated.
+
+`Peaks` are of three phases, in bytes at several numbers of local tokens. Between those, and beyond, they are read off
+straight lines: every tensor is linear in the tokens, or one tile, or one weight's gradient. Counted are the layer's input,
+the incoming gradient, cos and sin, the weights' gradients. Not counted: weights, which `plan` adds, and what no operator
+allocates (see there).
+
+plan_layers.json keeps results by `Case.key`, with a digest of the sources that they depend on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from upipe import block, kernels, layer, loss, preflight, tiled, workspace
+from upipe.apply import Sharding, UPipeConfig
+from upipe.block import checkpoint_contexts
+from upipe.build import ModelConfig, enable_checkpointing, hf_config
+from upipe.config import ConfigError
+from upipe.layer import FusedLayersConfig, apply_fused_layers, layer_contexts
+from upipe.live import LiveStorages, SimulatedAttention
+from upipe.offload import CheckpointConfig, apply_checkpointing
+from upipe.tiled import TilingConfig, apply_tiling
+
+# `upipe.apply` is the function of that name in the package.
+apply_module = sys.modules[Sharding.__module__]
+
+CACHE = Path(__file__).with_name("plan_layers.json")
+LENGTHS = (4096, 16384, 65536, 262144, 393216)
+"""Local tokens. The last two are long enough for no tile or weight's gradient to be in the way of the slope."""
+PHASES = ("forward", "loss", "backward", "saved")
+SOURCES = ("block", "kernels", "layer", "live", "loss", "offload", "rotary", "schedule", "simulate", "tiled", "workspace")
+_NOT_SHAPE = (
+    "num_hidden_layers", "max_position_embeddings", "_name_or_path", "transformers_version", "dtype", "architectures", "rope_parameters",
+    "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "layer_types", "max_window_layers",
+    "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder",
+    "pretraining_tp", "problem_type",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the memory of a layer and of the loss depends on.
+
+    Args:
+        shape: the Hugging Face configuration without what changes no layer, as JSON with sorted keys; see `shape_of`.
+        ranks: P. heads_per_stage: U, None for P.
+        checkpointing: "none"; "model", transformers' non-reentrant one; "own", `upipe.offload`'s.
+        rows: sequences of a micro-batch. The others are those of `UPipeConfig`, `TilingConfig` and `MemoryConfig`.
+    """
+
+    shape: str
+    ranks: int
+    kernel: str
+    heads_per_stage: int | None = None
+    attention_output: str = "device"
+    overlap: bool = True
+    dx: str = "gemm"
+    mlp_tokens: int | None = None
+    norm_tokens: int | None = None
+    loss_tokens: int | None = None
+    fp32_grads: bool = True
+    reuse_grad: bool = True
+    fused: bool = False
+    checkpointing: str = "own"
+    rows: int = 1
+    dtype: str = "bf16"
+
+    @property
+    def key(self) -> str:
+        """A name for the cache: settings in words, the shape by its digest."""
+        values = dataclasses.asdict(self) | {"shape": digest(self.shape)}
+        return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Bytes of device memory by phase at `lengths` local tokens, the layer's input counted in each.
+
+    saved: what a layer leaves on the device for its backward besides its input: nothing, where it is checkpointed.
+    host: bytes a token that a layer's attention output takes on the host.
+    """
+
+    lengths: tuple[int, ...]
+    forward: tuple[int, ...]
+    loss: tuple[int, ...]
+    backward: tuple[int, ...]
+    saved: tuple[int, ...]
+    host: float = 0.0
+
+    def at(self, phase: str, tokens: int) -> int:
+        """Bytes at so many local tokens. Below the shortest length simulated, that one's."""
+        lengths, values = self.lengths, getattr(self, phase)
+        if tokens <= lengths[0]:
+            return values[0]
+        i = next((i for i in range(1, len(lengths)) if tokens <= lengths[i]), len(lengths) - 1)
+        slope = (values[i] - values[i - 1]) / (lengths[i] - lengths[i - 1])
+        return int(values[i] + slope * (tokens - lengths[i]))
+
+    def slope(self, phase: str) -> float:
+        """Bytes a token beyond the longest length simulated."""
+        values = getattr(self, phase)
+        return (values[-1] - values[-2]) / (self.lengths[-1] - self.lengths[-2])
+
+
+def shape_of(described: Any) -> str:
+    """The part of a Hugging Face configuration that a layer and the loss depend on, as JSON."""
+    values = {name: value for name, value in described.to_dict().items() if name not in _NOT_SHAPE and value is not None}
+    kinds = dict.fromkeys(getattr(described, "layer_types", None) or ())
+    if len(kinds) > 1:
+        values["layer_types"] = list(kinds)
+    return json.dumps(values, sort_keys=True, default=str)
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def code_digest() -> str:
+    """Of the modules whose code is simulated."""
+    folder = Path(__file__).parent
+    return digest("".join((folder / f"{name}.py").read_text() for name in SOURCES))
+
+
+class _Ranks:
+    """Stands for the groups of P ranks, of which this is the first."""
+
+    def __init__(self, sp_size: int) -> None:
+        self.sp_size, self.world_size, self.dp_size = sp_size, sp_size, 1
+        self.sp_rank = self.dp_rank = 0
+        self.sp_group = self.model_group = self.world_group = None
+
+    def destroy(self) -> None:
+        pass
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+def _exchange(send, recv, send_sizes, recv_sizes, group, asynchronous=False):
+    if sum(send_sizes) != send.numel() or sum(recv_sizes) != recv.numel():
+        raise ValueError(f"pieces of {send_sizes} of {send.numel()} elements for {recv_sizes} of {recv.numel()}")
+    return _Done() if asynchronous else None
+
+
+class _Host:
+    """Counts what attention outputs take on the host."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def send(self, source: torch.Tensor):
+        with torch.utils._python_dispatch._disable_current_modes():
+            target = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        self.bytes += target.numel() * target.itemsize
+        return target, None
+
+
+class Assumed(SimulatedAttention):
+    """A kernel whose own memory has not been measured: fp32 dq, dk, dv beside its outputs, as FlashAttention-2's source has it."""
+
+    def __init__(self, of: kernels.Kernel) -> None:
+        super().__init__(_Unmeasured(of))
+
+
+class _Unmeasured:
+    def __init__(self, of: kernels.Kernel) -> None:
+        self.name, self.writes_gradients, self.dq_over_out = of.name, of.writes_gradients, of.dq_over_out
+
+    def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
+        return tokens * head_dim * (6 * heads + 4 * kv_heads + (4 * heads if heads > kv_heads else 0)) + 4 * tokens * heads
+
+
+def simulated_kernel(name: str) -> SimulatedAttention:
+    """Stands for the kernel of that name. Raises ValueError for an unknown one."""
+    kernel = next((k for k in kernels.KERNELS if k.name == name), None)
+    if kernel is None:
+        raise ValueError(f"kernel={name!r} is unknown: use one of {', '.join(kernels.names())}")
+    return SimulatedAttention(kernel) if kernel.name in MEASURED else Assumed(kernel)
+
+
+MEASURED = ("fa4", "cudnn")
+"""Kernels whose backward's own memory was measured on an H200."""
+
+
+def _add_nothing(total, a, b) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def without_a_device(case: Case, host: _Host):
+    """Other ranks, host memory and the GPU's own operators are not there: what stands for them allocates what they do."""
+    kernel = simulated_kernel(case.kernel)
+
+    def wide(a, b):
+        return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=loss.wide_dtype(a.dtype))
+
+    def norm_backward(g, dn, source, weight, eps, total, plain=layer._LayerRun._add_norm_backward):
+        plain(*(t[: layer.NORM_ROWS] for t in (g, dn, source)), weight, eps, total)
+
+    patches = [
+        mock.patch.object(apply_module, "init_distributed", lambda: None),
+        mock.patch.object(apply_module, "SequenceParallelGroups", _Ranks),
+        # The meta device knows no autocast.
+        mock.patch.multiple(preflight, check_groups=lambda sp_size: None, check_autocast=lambda device: None),
+        mock.patch.multiple(Sharding, kernel=lambda self, c: kernel, offsets=lambda self, positions, batch: None),
+        mock.patch.object(block, "exchange", _exchange),
+        mock.patch.object(workspace, "_workspaces", {}),
+        mock.patch.multiple(
+            block._HostCopy, send=lambda self, source: host.send(source), fetch=lambda self, target, source: None,
+            free=lambda self: setattr(self, "freed", True),
+        ),
+        # In place and without temporaries, as the Triton kernels and the GPU's products and norm are.
+        mock.patch.multiple(block, finish_heads=lambda *args, **options: None, unfinish_heads=lambda *args, **options: None),
+        mock.patch.multiple(loss, product=wide, add_product=_add_nothing),
+        mock.patch.object(tiled, "add_product", _add_nothing),
+        # One of the equal turns of a loop over rows.
+        mock.patch.multiple(layer, add_product=_add_nothing, _normed=lambda rows, weight, eps: torch.empty_like(rows)),
+        mock.patch.object(layer._LayerRun, "_add_norm_backward", staticmethod(norm_backward)),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield
+
+
+class _After(torch.autograd.Function):
+    """What follows the layer: keeps nothing of its result, and makes the gradient that the layer is given."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.shape, ctx.options = y.shape, {"dtype": y.dtype, "device": y.device}
+        return y.new_empty(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return torch.empty(ctx.shape, **ctx.options)
+
+
+def _model(case: Case) -> torch.nn.Module:
+    """A model of shapes with one layer of each kind."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = json.loads(case.shape)
+    kinds = values.pop("layer_types", None)
+    count = len(kinds) if kinds else 1
+    described = AutoConfig.for_model(
+        values.pop("model_type"), **values, num_hidden_layers=count, use_cache=False, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None, **({"layer_types": kinds} if kinds else {}),
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(described, dtype=torch.bfloat16 if case.dtype == "bf16" else torch.float32)
+    return model.train()
+
+
+def simulate(case: Case, lengths: tuple[int, ...] = LENGTHS) -> Peaks:
+    """Run a layer of each kind and the loss at every length: a few seconds.
+
+    Raises:
+        ConfigError: a kernel, stage width, shape or setting that cannot be run, or has not been measured.
+    """
+    try:
+        rows = [_peaks(case, length) for length in lengths]
+    except (preflight.PreflightError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    phases = {phase: tuple(row[phase] for row in rows) for phase in PHASES}
+    return Peaks(tuple(lengths), **phases, host=rows[-1]["host"] / lengths[-1])
+
+
+def _peaks(case: Case, tokens: int) -> dict[str, int]:
+    host = _Host()
+    with without_a_device(case, host):
+        model = _model(case)
+        if case.mlp_tokens or case.norm_tokens or case.loss_tokens:
+            apply_tiling(model, TilingConfig(case.mlp_tokens, case.norm_tokens, case.loss_tokens, case.fp32_grads, case.reuse_grad))
+        handle = apply_module.apply(
+            model,
+            UPipeConfig(case.ranks, case.heads_per_stage, attention_output=case.attention_output, overlap=case.overlap, dx=case.dx),
+        )
+        if case.fused:
+            apply_fused_layers(model, handle, FusedLayersConfig(case.mlp_tokens or FusedLayersConfig.mlp_tokens, case.reuse_grad))
+        if case.checkpointing == "own":
+            contexts = layer_contexts if case.fused else checkpoint_contexts
+            apply_checkpointing(model, CheckpointConfig("none"), contexts=contexts)
+        elif case.checkpointing == "model":
+            enable_checkpointing(model, reentrant=False)
+        found = dict.fromkeys((*PHASES, "host"), 0)
+        for index in range(len(model.get_decoder().layers)):
+            host.bytes = 0
+            workspace._workspaces.clear()
+            for phase, value in (_layer_peaks(model, index, case, tokens) | {"host": host.bytes}).items():
+                found[phase] = max(found[phase], value)
+    return found
+
+
+def _layer_peaks(model, index: int, case: Case, tokens: int) -> dict[str, int]:
+    """Peaks of one layer and the loss after it."""
+    config, decoder = model.config.get_text_config(), model.get_decoder()
+    dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
+    live = LiveStorages()
+    live.know(*model.parameters(), *model.buffers())
+    for parameter in model.parameters():
+        if not parameter._post_accumulate_grad_hooks:
+            # ZeRO takes each gradient into its bucket.
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    peaks = {}
+    with live:
+        x = torch.empty(case.rows, tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        positions = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head_dim = int(head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+        angles = tuple(torch.empty(1, tokens, head_dim, dtype=dtype, device="meta") for _ in range(2))
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
+        live.start()
+        before = live.now
+        y = decoder.layers[index](x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        peaks["forward"] = live.peak
+        y_bytes = y.untyped_storage().nbytes()
+        peaks["saved"] = max(0, live.now - before - y_bytes - workspace.of(torch.device("meta")).bytes)
+        h = y.detach().requires_grad_()
+        end = _After.apply(y)
+        del y
+        live.start()
+        labels = torch.empty(case.rows, tokens, dtype=torch.int64, device="meta")
+        n = decoder.norm(h)
+        if case.loss_tokens is not None:
+            total = model.lm_head(n, labels)
+            del n
+        else:
+            logits = model.lm_head(n)
+            del n
+            total = loss.token_loss_sum(logits, labels)
+            del logits
+        total.backward()
+        peaks["loss"] = live.peak
+        del total, labels, h
+        live.start()
+        end.backward()
+        peaks["backward"] = live.peak
+        x.grad = None
+    return peaks
+
+
+def cached(case: Case, path: Path = CACHE) -> Peaks | None:
+    """The result kept for a case, None where there is none."""
+    values = _read(path).get("cases", {}).get(case.key)
+    if values is None:
+        return None
+    return Peaks(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+@functools.cache
+def _read_at(path: Path, modified: int) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return _read_at(path, path.stat().st_mtime_ns) if path.exists() else {}
+
+
+def is_current(path: Path = CACHE) -> bool:
+    """Whether the kept results were made by the code as it is now."""
+    return _read(path).get("code") == code_digest()
+
+
+@functools.cache
+def peaks_of(case: Case) -> Peaks:
+    """Kept, or simulated now. Raises ConfigError as `simulate`."""
+    return cached(case) or simulate(case)
+
+
+def keep(cases: dict[Case, Peaks], path: Path = CACHE) -> None:
+    """Write results; those kept before of the same code stay."""
+    kept = _read(path)
+    before = kept.get("cases", {}) if kept.get("code") == code_digest() else {}
+    merged = before | {case.key: dataclasses.asdict(peaks) for case, peaks in cases.items()}
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in sorted(merged.items()))
+    path.write_text(f'{{"code": {json.dumps(code_digest())}, "torch": {json.dumps(torch.__version__)}, "cases": {{\n{lines}\n}}}}\n')
+
+
+KEPT = {"llama3-8b": (1, 2, 4, 8, 16), "qwen3-32b": (8, 16), "qwen3-32b-paper": (8, 16), "qwen3-8b": (8,), "qwen3-4b": (8,)}
+"""Model presets, and the numbers of ranks of which results are kept."""
+
+
+def kept_cases(model: str) -> list[Case]:
+    """What plan_layers.json has of a model: what `upipe plan` asks for with each preset, and what `--fit` tries."""
+    from upipe.plan import CANDIDATES, case_of, request
+
+    shape = shape_of(hf_config(ModelConfig(preset=model)))
+    settings = [*CANDIDATES.values(), *((f"memory.preset={name}",) for name in ("paper", "lowest_memory", "fastest"))]
+    runs = [request(model, 2**20, ranks, words) for ranks in KEPT[model] for words in settings]
+    return list(dict.fromkeys(case_of(run, shape, "fa4", None) for run in runs))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=KEPT, nargs="+", default=list(KEPT))
+    parser.add_argument("--out", type=Path, default=CACHE, help="(default: plan_layers.json beside this module)")
+    options = parser.parse_args(arguments)
+    code_digest()  # of the code that runs, should a file change meanwhile
+    for model in options.model:
+        cases = kept_cases(model)
+        found = {}
+        for i, case in enumerate(cases):
+            found[case] = simulate(case)
+            print(f"{model} {i + 1}/{len(cases)}: {case.key}", flush=True)
+        keep(found, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
