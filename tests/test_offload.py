@@ -747,7 +747,8 @@ def _training(stage, offload, frozen):
     assert not torch.equal(weights[name], start[name])
 
 
-@pytest.mark.parametrize("stage,offload,frozen", [(1, "pinned", True), (3, "pageable", True), (3, "pinned", False)])
+@pytest.mark.parametrize("stage,offload,frozen", [(1, "pinned", True), (3, "pageable", True),
+                                                  pytest.param(3, "pinned", False, marks=pytest.mark.slow)])
 def test_training_under_deepspeed(worlds, stage, offload, frozen):
     worlds(2).run(_training, stage=stage, offload=offload, frozen=frozen)
 

@@ -104,8 +104,10 @@ def check_row(model, heads, sp, documents, zero=0):
         assert_equal_to_plain(handle, engine, plain, data, 1e-5, logits=False)
 
 
-@pytest.mark.parametrize("sp", [2, 4])
-@pytest.mark.parametrize("model", ["llama-biased", "mistral"])
+@pytest.mark.parametrize("model, sp", [
+    ("llama-biased", 2), ("mistral", 4), pytest.param("mistral", 2, marks=pytest.mark.slow),
+    pytest.param("llama-biased", 4, marks=pytest.mark.slow),
+])
 def test_T18_packed_documents_that_divide_by_nothing(worlds, model, sp):
     worlds(4).run(check_row, model=model, heads=(4, 2), sp=sp, documents=(137, 2041, 89))
 
