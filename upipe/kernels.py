@@ -76,6 +76,7 @@ class Kernel:
         dq_over_out: whether `backward` may be handed `out` itself as `dq`.
         deterministic: whether two backward passes give the same bits: "always", "on request" (under
             torch.use_deterministic_algorithms(True)), or "unknown".
+        causal: whether a query sees the keys up to its own only; False in the kernels of `upipe.ring`, where it sees all.
     """
 
     name = ""
@@ -83,6 +84,7 @@ class Kernel:
     writes_gradients = False
     dq_over_out = False
     deterministic = "unknown"
+    causal = True
 
     def __str__(self) -> str:
         return self.name + (f" ({self.untested})" if self.untested else "")
@@ -288,7 +290,7 @@ class CudnnAttention(Kernel):
         if q.shape[1] == 1:
             return ReferenceAttention()._forward(q, k, v, scale, mask, out)
         q, k, v = (t.transpose(1, 2) for t in _aligned(q, k, v))
-        got, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
+        got, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, self.causal, False, scale=scale)
         return got.transpose(1, 2), lse.squeeze(-1)
 
     def _backward(self, grad, q, k, v, out, lse, scale, mask, dq, dk, dv):
@@ -316,13 +318,12 @@ class CudnnAttention(Kernel):
                 grad_of[:, :, own] = total
         return tuple(grads)
 
-    @staticmethod
-    def _dense_backward(grad, q, k, v, out, lse, scale):
+    def _dense_backward(self, grad, q, k, v, out, lse, scale):
         q, k, v, grad, out = (t.transpose(1, 2) for t in _aligned(q, k, v, grad.contiguous(), out.contiguous()))
         seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, offset, None, None, None,
-            q.shape[2], k.shape[2], 0.0, True, scale=scale,
+            q.shape[2], k.shape[2], 0.0, self.causal, scale=scale,
         )
         return tuple(g.transpose(1, 2) for g in grads)
 
@@ -357,24 +358,24 @@ class TorchFlashAttention(Kernel):
     def _forward(self, q, k, v, scale, mask, out):
         if q.is_cuda:
             got, lse, *_ = aten._flash_attention_forward(
-                *_aligned(q, k, v), None, None, q.shape[1], k.shape[1], 0.0, mask.window is None, False,
+                *_aligned(q, k, v), None, None, q.shape[1], k.shape[1], 0.0, self.causal and mask.window is None, False,
                 scale=scale, **self._window(mask.window),
             )
             return got, lse
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        got, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        got, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, self.causal, scale=scale)
         return got.transpose(1, 2), lse
 
     def _backward(self, grad, q, k, v, out, lse, scale, mask, dq, dk, dv):
         if q.is_cuda:
             state = torch.zeros(2, dtype=torch.uint64, device=q.device)
             return aten._flash_attention_backward(
-                *_aligned(grad, q, k, v, out), lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, mask.window is None,
-                state, state.new_zeros(()), scale=scale, **self._window(mask.window),
+                *_aligned(grad, q, k, v, out), lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0,
+                self.causal and mask.window is None, state, state.new_zeros(()), scale=scale, **self._window(mask.window),
             )
         grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, True, scale=scale
+            grad, q, k, v, out, lse, 0.0, self.causal, scale=scale
         )
         return tuple(g.transpose(1, 2) for g in grads)
 

@@ -39,10 +39,8 @@ from upipe.kernels import (
     Offsets,
     ReferenceAttention,
     TorchFlashAttention,
-    _aligned,
 )
 
-aten = torch.ops.aten
 MERGE_TILE = 2**24
 """Elements of two results that are merged at a time, so that fp32 copies stay small."""
 
@@ -58,12 +56,12 @@ class FullFlashAttention4(FlashAttention4):
 class FullCudnnAttention(CudnnAttention):
     """See `CudnnAttention` for what is split and why."""
 
+    causal = False
+
     def _forward(self, q, k, v, scale, mask, out):
         if 1 in (q.shape[1], k.shape[1]):
             return FullReferenceAttention()._forward(q, k, v, scale, mask, out)
-        q, k, v = (t.transpose(1, 2) for t in _aligned(q, k, v))
-        got, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=scale)
-        return got.transpose(1, 2), lse.squeeze(-1)
+        return super()._forward(q, k, v, scale, mask, out)
 
     def _backward(self, grad, q, k, v, out, lse, scale, mask, dq, dk, dv):
         if 1 in (q.shape[1], k.shape[1]):
@@ -87,37 +85,9 @@ class FullCudnnAttention(CudnnAttention):
                 target[:, :, heads] = result
         return tuple(grads)
 
-    @staticmethod
-    def _dense_backward(grad, q, k, v, out, lse, scale):
-        q, k, v, grad, out = (t.transpose(1, 2) for t in _aligned(q, k, v, grad.contiguous(), out.contiguous()))
-        seed = offset = torch.zeros((), dtype=torch.int64, device=q.device)
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, out, lse.contiguous().unsqueeze(-1), seed, offset, None, None, None,
-            q.shape[2], k.shape[2], 0.0, False, scale=scale,
-        )
-        return tuple(g.transpose(1, 2) for g in grads)
-
 
 class FullTorchFlashAttention(TorchFlashAttention):
-    def _forward(self, q, k, v, scale, mask, out):
-        if q.is_cuda:
-            lengths = q.shape[1], k.shape[1]
-            got, lse, *_ = aten._flash_attention_forward(*_aligned(q, k, v), None, None, *lengths, 0.0, False, False, scale=scale)
-            return got, lse
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        got, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
-        return got.transpose(1, 2), lse
-
-    def _backward(self, grad, q, k, v, out, lse, scale, mask, dq, dk, dv):
-        if q.is_cuda:
-            state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-            return aten._flash_attention_backward(
-                *_aligned(grad, q, k, v, out), lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0, False, state,
-                state.new_zeros(()), scale=scale,
-            )
-        grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, False, scale=scale)
-        return tuple(g.transpose(1, 2) for g in grads)
+    causal = False
 
 
 class FullReferenceAttention(ReferenceAttention):
