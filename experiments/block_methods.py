@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import upipe
+from experiments.live import After
 from upipe import kernels
 from upipe.block import checkpoint_contexts
 from upipe.config import ConfigError
@@ -147,19 +148,6 @@ class Block:
             parameter.grad = None
 
 
-class _Sink(torch.autograd.Function):
-    """Ends the graph as a residual connection does: keeps nothing of y, and hands its gradient back."""
-
-    @staticmethod
-    def forward(ctx, y, grad):
-        ctx.grad = grad
-        return y.new_zeros(())
-
-    @staticmethod
-    def backward(ctx, _):
-        return ctx.grad, None
-
-
 def nothing(*_: Any) -> None:
     """What a step does between its parts unless told otherwise."""
 
@@ -179,7 +167,7 @@ def checkpointed(block, inputs: Inputs, contexts: Callable, mark: Callable = not
     with again:
         y = block(inputs)
     keep(y)
-    end = _Sink.apply(y, inputs.grad)
+    end = After.apply(y, inputs.grad)
     del y
     mark()
     end.backward()

@@ -29,6 +29,7 @@ from upipe.layer import MLP_TOKENS, LayerSpec, LayerWeights, _LayerRun, _LayerSu
 from upipe.live import LiveStorages, SimulatedAttention
 from upipe.records import format_tokens, parse_tokens
 from upipe.schedule import HeadSchedule
+from upipe.simulate import After
 
 WIDTHS = {"llama3_8b": 14336, "qwen3_32b": 25600}
 PRESETS = {"lowest_memory": {"overlap": False}, "fastest": {"overlap": True}}
@@ -38,19 +39,6 @@ def rms_norm(rows, shape, weight, eps):
     """Stands for torch's, which on the meta device is many small operators: with two fp32 temporaries; the GPU's has none."""
     wide = rows.float()
     return (wide * wide).to(rows.dtype)
-
-
-class After(torch.autograd.Function):
-    """What follows the layer: keeps nothing of its result, and makes the gradient that the layer is given."""
-
-    @staticmethod
-    def forward(ctx, y):
-        ctx.shape, ctx.options = y.shape, {"dtype": y.dtype, "device": y.device}
-        return y.new_empty(())
-
-    @staticmethod
-    def backward(ctx, _):
-        return torch.empty(ctx.shape, **ctx.options)
 
 
 class Phases:

@@ -247,7 +247,7 @@ def without_a_device(case: Case, host: _Host):
         yield
 
 
-class _After(torch.autograd.Function):
+class After(torch.autograd.Function):
     """What follows the layer: keeps nothing of its result, and makes the gradient that the layer is given."""
 
     @staticmethod
@@ -341,7 +341,7 @@ def _layer_peaks(model, index: int, case: Case, tokens: int) -> dict[str, int]:
         y_bytes = y.untyped_storage().nbytes()
         peaks["saved"] = max(0, live.now - before - y_bytes - workspace.of(torch.device("meta")).bytes)
         h = y.detach().requires_grad_()
-        end = _After.apply(y)
+        end = After.apply(y)
         del y
         live.start()
         labels = torch.empty(case.rows, tokens, dtype=torch.int64, device="meta")
