@@ -123,7 +123,6 @@ FACTORS = {
     "part": (0, 0.25, 0.5, 1),                              # R / d
     "heads": (1, 2, 5),
     "rows": (1, 37, 130),
-    "bias": (False, True),
     "norm": (None, "same dtype", "wide"),
     "eps": (0.0, 1e-3),
     "where": ("in place", "apart", "heads of wider tensors"),
@@ -140,7 +139,7 @@ def name_of(case):
 
 
 def inputs(case, device="cpu"):
-    """x, the gradient of the result, cos, sin, bias, weight of a case; scaled rotation, two halves that differ."""
+    """x, the gradient of the result, cos, sin, weight of a case; scaled rotation, two halves that differ."""
     dtype, N, h, d = getattr(torch, case["dtype"]), case["rows"], case["heads"], case["d"]
     R = int(case["part"] * d)
     shape = {"own": (N, 1, R), "expanded": (1, 1, R), "transposed": (R, 1, N)}[case["tables"]]
@@ -148,15 +147,12 @@ def inputs(case, device="cpu"):
     if R:
         cos, sin = ((random(*shape, seed=s) * 0.7).to(device, dtype) for s in (3, 4))
         cos, sin = (t.transpose(0, 2) if case["tables"] == "transposed" else t.expand(N, 1, R) for t in (cos, sin))
-    bias = random(h, d, seed=5).to(device, dtype) if case["bias"] else None
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     weight = random(d, seed=6).to(device, wide if case["norm"] == "wide" else dtype) if case["norm"] else None
-    return random(N, h, d).to(device, dtype), random(N, h, d, seed=2).to(device, dtype), cos, sin, bias, weight
+    return random(N, h, d).to(device, dtype), random(N, h, d, seed=2).to(device, dtype), cos, sin, weight
 
 
-def chain(x, cos, sin, bias, weight, eps):
-    if bias is not None:
-        x = x + bias
+def chain(x, cos, sin, weight, eps):
     if weight is not None:
         x = reference.rms_norm(x, weight, eps)
     return x if cos is None else reference.rotate(x[None], cos[:, 0][None], sin[:, 0][None])[0]
@@ -165,10 +161,10 @@ def chain(x, cos, sin, bias, weight, eps):
 def defined_chain(case):
     """Result, gradient of x, gradient of the weight (or None), in fp64 by autograd."""
     x, grad, *rest = [None if t is None else t.double() for t in inputs(case)]
-    leaves = [x.requires_grad_()] + ([] if rest[3] is None else [rest[3].requires_grad_()])
+    leaves = [x.requires_grad_()] + ([] if rest[2] is None else [rest[2].requires_grad_()])
     out = chain(x, *rest, case["eps"])
     grads = torch.autograd.grad(out, leaves, grad)
-    return out.detach(), grads[0], None if rest[3] is None else grads[1]
+    return out.detach(), grads[0], None if rest[2] is None else grads[1]
 
 
 def placed(t, where):
@@ -186,8 +182,8 @@ def placed(t, where):
 
 
 def computed_chain(case, backend, device="cpu"):
-    x, grad, cos, sin, bias, weight = inputs(case, device)
-    more = {"bias": bias, "weight": weight, "eps": case["eps"], "backend": backend}
+    x, grad, cos, sin, weight = inputs(case, device)
+    more = {"weight": weight, "eps": case["eps"], "backend": backend}
     here, out, is_clean = placed(x, case["where"])
     result = finish_heads(here, cos, sin, out, **more)
     assert result is (here if out is None else out) and is_clean()
@@ -223,8 +219,8 @@ def in_interpreter():
         pairs = zip(computed_chain(case, "triton"), computed_chain(case, "torch"))
         found[name_of(case)] = [None if want is None else error(got, want) for got, want in pairs]
     for dtype in ("float32", "bfloat16", "float16"):
-        x, grad, cos, sin, bias, weight = inputs({**INTO_FP32, "dtype": dtype})
-        more = {"bias": bias, "weight": weight, "eps": 1e-3}
+        x, grad, cos, sin, weight = inputs({**INTO_FP32, "dtype": dtype})
+        more = {"weight": weight, "eps": 1e-3}
         new = torch.empty(x.shape)
         found[f"into fp32, {dtype}"] = [
             error(*(finish_heads(x, cos, sin, new.clone(), backend=b, **more) for b in ("triton", "torch"))),
@@ -239,7 +235,7 @@ def in_interpreter():
     print(json.dumps(found))
 
 
-INTO_FP32 = {"dtype": "float32", "d": 80, "part": 0.5, "heads": 2, "rows": 37, "bias": True, "norm": "wide", "eps": 1e-3,
+INTO_FP32 = {"dtype": "float32", "d": 80, "part": 0.5, "heads": 2, "rows": 37, "norm": "wide", "eps": 1e-3,
              "where": "apart", "tables": "own"}
 MORE = [f"into fp32, {dtype}" for dtype in ("float32", "bfloat16", "float16")] + ["several blocks a program"]
 
@@ -284,7 +280,7 @@ def test_kernels_compile_for_hopper(tmp_path, monkeypatch, forward, d, R):
     tiles = rotary_triton._tiles(x, torch.empty(2, 1, R) if R else None, x, changed=True)
     constants = {**tiles, "blocks": 2, "cos_d": 1, "sin_d": 1}
     types = {"eps": "fp32", "weight": "*fp32", "partial": "*fp32"}
-    types |= dict.fromkeys(("x", "out", "grad", "raw", "bias", "cos", "sin"), "*bf16") | dict.fromkeys(constants, "constexpr")
+    types |= dict.fromkeys(("x", "out", "grad", "raw", "cos", "sin"), "*bf16") | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     multiples = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(signature.items())
                  if name != "rows" and kind[0] in "*i"}
@@ -297,7 +293,7 @@ def test_kernels_compile_for_hopper(tmp_path, monkeypatch, forward, d, R):
 def empty(shape, backend):
     N, h, d = shape
     x, table, weight_grad = torch.ones(shape), torch.ones(N, 1, d), torch.zeros(d)
-    more = {"bias": torch.ones(h, d), "weight": torch.ones(d), "backend": backend}
+    more = {"weight": torch.ones(d), "backend": backend}
     assert finish_heads(x, table, table, **more).shape == shape
     assert unfinish_heads(x, table, table, raw=x, weight_grad=weight_grad, **more).shape == shape
     assert not weight_grad.any()
@@ -331,16 +327,16 @@ def test_bf16_is_rounded_once():
 
 
 def test_the_backward_may_write_over_raw():
-    x, grad, cos, sin, bias, weight = inputs(INTO_FP32)
-    more = {"bias": bias, "weight": weight, "eps": 1e-3}
+    x, grad, cos, sin, weight = inputs(INTO_FP32)
+    more = {"weight": weight, "eps": 1e-3}
     want = unfinish_heads(grad, cos, sin, torch.empty_like(x), raw=x, **more)
     assert torch.equal(unfinish_heads(grad, cos, sin, x, raw=x, **more), want)
 
 
 def test_weight_gradient_is_not_needed():
-    x, grad, cos, sin, bias, weight = inputs(INTO_FP32)
+    x, grad, cos, sin, weight = inputs(INTO_FP32)
     weight_grad = torch.zeros_like(weight)
-    more = {"raw": x, "bias": bias, "weight": weight, "eps": 1e-3}
+    more = {"raw": x, "weight": weight, "eps": 1e-3}
     with_sum = unfinish_heads(grad.clone(), cos, sin, weight_grad=weight_grad, **more)
     assert weight_grad.any() and torch.equal(unfinish_heads(grad.clone(), cos, sin, **more), with_sum)
 
@@ -361,19 +357,19 @@ class Largest(TorchDispatchMode):
 
 def test_plain_torch_makes_no_copy_of_the_buffer(monkeypatch):
     monkeypatch.setattr(rotary, "CHUNK", 4096)
-    x, grad, cos, sin, bias, weight = inputs({**INTO_FP32, "dtype": "bfloat16", "rows": 3000})
+    x, grad, cos, sin, weight = inputs({**INTO_FP32, "dtype": "bfloat16", "rows": 3000})
     with Largest() as largest:
-        finish_heads(x.clone(), cos, sin, x, bias=bias, weight=weight)
+        finish_heads(x.clone(), cos, sin, x, weight=weight)
         assert largest.elements == x.numel()                # the clone, so that the count is seen to count
         largest.elements = 0
-        finish_heads(x, cos, sin, bias=bias, weight=weight)
-        unfinish_heads(grad, cos, sin, raw=x, bias=bias, weight=weight, weight_grad=torch.zeros(80))
+        finish_heads(x, cos, sin, weight=weight)
+        unfinish_heads(grad, cos, sin, raw=x, weight=weight, weight_grad=torch.zeros(80))
     assert 0 < largest.elements <= 4096 < x.numel()
 
 
 def refuse(error, match, change, function=finish_heads, **more):
-    x, grad, cos, sin, bias, weight = inputs(INTO_FP32)
-    values = {"cos": cos, "sin": sin, "bias": bias, "weight": weight, **more}
+    x, grad, cos, sin, weight = inputs(INTO_FP32)
+    values = {"cos": cos, "sin": sin, "weight": weight, **more}
     with pytest.raises(error, match=match):
         function(x, **{**values, **change})
 
@@ -384,11 +380,10 @@ def refuse(error, match, change, function=finish_heads, **more):
     ("82 dims", {"cos": torch.ones(37, 1, 82), "sin": torch.ones(37, 1, 82)}),
     (r"sin is \(36, 1, 40\).*\(37, 1, 40\)", {"sin": torch.ones(36, 1, 40)}),
     (r"out is \(37, 1, 80\)", {"out": torch.ones(37, 1, 80)}),
-    (r"bias is \(160,\)", {"bias": torch.ones(160)}),
     (r"weight is \(2, 80\)", {"weight": torch.ones(2, 80)}),
     ("out has strides", {"out": torch.ones(37, 2, 160)[..., ::2]}),
     ("unknown backend 'cuda'", {"backend": "cuda"}),
-    ("bias is on meta", {"bias": torch.ones(2, 80, device="meta")}),
+    ("weight is on meta", {"weight": torch.ones(80, device="meta")}),
 ])
 def test_what_does_not_fit_is_refused(match, change):
     refuse(ValueError, match, change)
@@ -420,7 +415,7 @@ def test_autograd_is_refused_and_no_grad_is_not():
 def test_backends(monkeypatch):
     x = torch.ones(3, 1, 8)
     assert choose_backend("auto", x) == choose_backend("torch", x, None) == "torch"
-    refuse(TypeError, "float64", {"bias": torch.ones(2, 80, dtype=torch.float64), "backend": "triton"})
+    refuse(TypeError, "float64", {"weight": torch.ones(80, dtype=torch.float64), "backend": "triton"})
     monkeypatch.setitem(sys.modules, "triton", None)
     rotary._triton.cache_clear()
     try:

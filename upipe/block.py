@@ -5,7 +5,7 @@ d head dim, w query heads a stage on one rank, u = N*D elements. Rows are ordere
 all-to-all delivers, [P, N, heads, d], already is [S, B, heads, d]: no transposes around the exchange.
 
 Forward, for each stage of the head schedule: one product gives the stage's query heads of every rank (and the kv heads
-that arrive in it), [N, heads of all ranks, d]; bias, q/k norm and rotation are one pass that writes them in the
+that arrive in it), [N, heads of all ranks, d], bias included; q/k norm and rotation are one pass that writes them in the
 all-to-all's order; all-to-all from rows to heads; attention over the whole sequence; all-to-all back, into the attention
 output [N, H, d]. Last, the output projection, in tiles of rows: over the attention output's own memory where that need
 not survive (the first forward of a checkpointed call).
@@ -482,40 +482,34 @@ class _Run:
 
     # From rows to heads
 
-    def product(self, role: str, source: torch.Tensor, weight: torch.Tensor, heads: list[range], slot: int, columns: bool = False):
-        """source [N, c] times the stage's heads of a weight: a buffer of rows [N, heads of all ranks, d]."""
+    def product(self, role: str, source: torch.Tensor, weight: torch.Tensor, heads: list[range], slot: int, bias=None, columns=False):
+        """source [N, c] times the stage's heads of a weight, plus those of a bias: a buffer of rows [N, heads of all ranks, d]."""
         buffer = self.take(role, slot)
         part = self.joined(heads, weight, 1) if columns else self.joined(heads, weight).t()
-        torch.mm(source, part, out=buffer.view(self.dtype, self.N, part.shape[1]))
+        product_into(buffer.view(self.dtype, self.N, part.shape[1]), source, part, None if bias is None else self.joined(heads, bias))
         return buffer
 
-    def to_heads(self, rows: Buffer, heads: list[range], slot: int, bias=None, norm=None, rotate=False) -> _Heads:
+    def to_heads(self, rows: Buffer, heads: list[range], slot: int, norm=None, rotate=False) -> _Heads:
         """Finish rows [N, heads of all ranks, d] and send them to their heads; they arrive in the same buffer."""
         total = sum(map(len, heads))
         source = rows.view(self.dtype, self.N, total, self.d)
-        bias = None if bias is None else self.joined(heads, bias).view(total, self.d)
         cos, sin = (self.cos, self.sin) if rotate else (None, None)
         options = {"weight": norm.weight, "eps": norm.eps} if isinstance(norm, Norm) else {}
         starts = [sum(map(len, heads[:r])) for r in range(self.P)]
         if isinstance(norm, FullNorm):
             for start, h in zip(starts, heads):
-                part = source[:, start : start + len(h)]
-                if bias is not None:
-                    part += bias[start : start + len(h)]
-                norm.forward_(part, h)
-            bias = None
+                norm.forward_(source[:, start : start + len(h)], h)
         if self.P == 1:
-            if rotate or bias is not None or options:
-                finish_heads(source, cos, sin, bias=bias, **options)
+            if rotate or options:
+                finish_heads(source, cos, sin, **options)
             return _Heads(self, rows, rows, None, total)
         send = self.send_buffer(slot)
         if all(len(h) == 1 for h in heads):
             target = send.view(self.dtype, self.P, self.N, self.d).transpose(0, 1)
-            finish_heads(source, cos, sin, out=target, bias=bias, **options)
+            finish_heads(source, cos, sin, out=target, **options)
         else:
             for start, h, piece in zip(starts, heads, self.pieces(send, heads)):
-                part = slice(start, start + len(h))
-                finish_heads(source[:, part], cos, sin, out=piece, bias=None if bias is None else bias[part], **options)
+                finish_heads(source[:, start : start + len(h)], cos, sin, out=piece, **options)
         return self.ship(send, rows, heads)
 
     def settle_sending(self) -> None:
@@ -557,18 +551,18 @@ class _Run:
         """Send the kv heads that arrive in this stage; this rank's are in `resident`, by stage of arrival."""
         heads = [entry.kv_arriving for entry in self.sched.table[stage]]
         if any(heads):
-            rows = self.product("k", self.x, self.wk, heads, self.kv_slot)
-            k = self.to_heads(rows, heads, self.kv_slot, self.w.bk, self.k_norm, rotate=True)
-            rows = self.product("v", self.x, self.wv, heads, self.kv_slot)
-            v = self.to_heads(rows, heads, self.kv_slot, self.w.bv)
+            rows = self.product("k", self.x, self.wk, heads, self.kv_slot, self.w.bk)
+            k = self.to_heads(rows, heads, self.kv_slot, self.k_norm, rotate=True)
+            rows = self.product("v", self.x, self.wv, heads, self.kv_slot, self.w.bv)
+            v = self.to_heads(rows, heads, self.kv_slot)
             resident[stage] = k, v, heads[self.spec.rank].start
 
     def send_q(self, stage: int, meanwhile=None) -> _Heads:
         heads = self.q_heads(stage)
-        rows = self.product("q", self.x, self.wq, heads, self.q_slot)
+        rows = self.product("q", self.x, self.wq, heads, self.q_slot, self.w.bq)
         if meanwhile is not None:
             meanwhile()
-        return self.to_heads(rows, heads, self.q_slot, self.w.bq, self.q_norm, rotate=True)
+        return self.to_heads(rows, heads, self.q_slot, self.q_norm, rotate=True)
 
     @staticmethod
     def kv_of(call, resident: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -713,9 +707,7 @@ class _Run:
         return y
 
     def _out_tile(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        torch.mm(source, self.w.wo.t(), out=target)
-        if self.w.bo is not None:
-            target += self.w.bo
+        product_into(target, source, self.w.wo.t(), self.w.bo)
 
     def rebuild(self, copy: _HostCopy, keep: bool):
         """y [N, D], attention output [N, H, d] (None unless `keep`) and lse, from a copy in host memory; no attention runs."""
@@ -1077,6 +1069,15 @@ class _RunningSums:
             if self.run.result[bias] is not None:
                 self.run.result[bias] = self.run.result[bias].to(self.run.dtype)
         return self.dx
+
+
+def product_into(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """out [N, c] = a @ b + bias [c], rounded once: added to a product already rounded to bf16, a bias is itself rounded to that
+    number's last bit, alike for all rows, and attention's mean over tokens keeps what it takes from independent errors."""
+    if bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
 
 
 def _front(memory: torch.Tensor, rows: int, width: int) -> torch.Tensor:

@@ -36,7 +36,7 @@ from torch.nn.functional import linear, rms_norm
 
 from upipe import block, models, preflight, tiled, workspace
 from upipe.apply import block_spec
-from upipe.block import BlockSpec, Projections, _HostCopy, _Run, _SlabSums, _wait
+from upipe.block import BlockSpec, Projections, _HostCopy, _Run, _SlabSums, _wait, product_into
 from upipe.loss import add_product
 from upipe.offload import decoder_layers
 from upipe.preflight import PreflightError
@@ -254,14 +254,15 @@ class _LayerRun(_Run):
             result[rows] = linear(self.normed(rows), weight[part], None if bias is None else bias[part])
         return result.view(self.N, len(heads), self.d)
 
-    def product(self, role, source, weight, heads, slot, columns=False):
+    def product(self, role, source, weight, heads, slot, bias=None, columns=False):
         if source is not self.x:
-            return super().product(role, source, weight, heads, slot, columns)
+            return super().product(role, source, weight, heads, slot, bias, columns)
         buffer = self.take(role, slot)
         part = self.joined(heads, weight).t()
+        bias = None if bias is None else self.joined(heads, bias)
         target = buffer.view(self.dtype, self.N, part.shape[1])
         for rows in self.tiles():
-            torch.mm(self.normed(rows), part, out=target[rows])
+            product_into(target[rows], self.normed(rows), part, bias)
         return buffer
 
     def mlp_tiles(self):
@@ -270,8 +271,10 @@ class _LayerRun(_Run):
 
     def residual(self, rows: slice, out: torch.Tensor) -> torch.Tensor:
         """h = x + o_proj(attention output) of some rows."""
-        h = torch.addmm(self.x[rows], out[rows].view(-1, self.sched.heads * self.d), self.w.wo.t())
-        return h if self.w.bo is None else h.add_(self.w.bo)
+        source, weight = out[rows].view(-1, self.sched.heads * self.d), self.w.wo.t()
+        if self.w.bo is None:
+            return torch.addmm(self.x[rows], source, weight)
+        return torch.addmm(self.w.bo, source, weight).add_(self.x[rows])  # the bias first: see block.product_into
 
     # Forward
 

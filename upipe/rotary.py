@@ -1,4 +1,4 @@
-"""Bias, per-head RMS norm and rotary embedding of rows of heads, with their backward, in place on a stage's buffer.
+"""Per-head RMS norm and rotary embedding of rows of heads, with their backward, in place on a stage's buffer.
 
 Shapes: N rows (local tokens x batch), h heads, d head dim, R <= d rotated dims (R < d: a partial rotation, as with
 `partial_rotary_factor`; the rest passes through). cos, sin: [N, 1, R] of the rows' own positions, any float dtype.
@@ -8,8 +8,9 @@ Arithmetic is fp32 (fp64 for fp64 inputs); results have the input's dtype.
 (rotary_triton.py) that reads and writes each element once. `rotate`, `rms_norm` and `rms_norm_backward` are the plain
 definitions that both come from.
 
-Rounding: `finish_heads` rounds once, at the end. Hugging Face's bf16 models also round after the bias, twice in the norm
-and after each product of the rotation, so the two differ by those roundings.
+Rounding: `finish_heads` rounds once, at the end. Hugging Face's bf16 models also round twice in the norm and after
+each product of the rotation, so the two differ by those roundings. A projection's bias is the projection's to add: added to
+rounded rows it is itself rounded to their last bit, alike for all rows, which no mean over tokens takes away.
 """
 
 from __future__ import annotations
@@ -73,18 +74,16 @@ def finish_heads(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     out: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     eps: float = 0.0,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """What a projection needs before attention: out = rotate(rms_norm(x + bias)), each part where it is given.
+    """What a projection needs before attention: out = rotate(rms_norm(x)), each part where it is given.
 
     Args:
         x: [N, h, d], any strides whose last is 1: slices of a [P, N, h*d] buffer, heads of a wider tensor. N and h may be 0.
         cos, sin: [N, 1, R], R even and at most d, any strides (expanded tensors too); None for both: no rotation.
         out: [N, h, d], any float dtype, any strides whose last is 1; x itself (None: x, in place) or memory apart from x's.
-        bias: [h, d].
         weight: [d], of an RMS norm of each head by itself; its dtype need not be x's.
         eps: of the norm, added to the mean square.
         backend: "torch", "triton" or "auto" (see `choose_backend`).
@@ -99,12 +98,12 @@ def finish_heads(
         RuntimeError: gradients are on and an input wants one.
     """
     out = x if out is None else out
-    _check(x, cos, sin, out, None, bias, weight)
-    if choose_backend(backend, x, cos, sin, out, bias, weight) == "triton":
-        _triton().finish(x, cos, sin, out, bias, weight, eps)
+    _check(x, cos, sin, out, None, weight)
+    if choose_backend(backend, x, cos, sin, out, weight) == "triton":
+        _triton().finish(x, cos, sin, out, weight, eps)
         return out
     for rows in _chunks(x):
-        w = _raw(x[rows], bias)
+        w = _wide(x[rows])
         if weight is not None:
             w = rms_norm(w, weight, eps)
         out[rows] = w if cos is None else rotate(w, cos[rows], sin[rows])
@@ -117,7 +116,6 @@ def unfinish_heads(
     sin: torch.Tensor | None,
     out: torch.Tensor | None = None,
     raw: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     eps: float = 0.0,
     weight_grad: torch.Tensor | None = None,
@@ -125,15 +123,13 @@ def unfinish_heads(
 ) -> torch.Tensor:
     """Backward of `finish_heads`: the gradient of its result to that of its x, and of its norm weight.
 
-    The bias's gradient is the sum of the result over rows, and is left to the caller.
-
     Args:
         grad: [N, h, d], as x in `finish_heads`.
         cos, sin: those of the forward; their transpose is applied, so scaled rotations (YaRN) are right too.
         out: [N, h, d], any float dtype, any strides whose last is 1; grad itself (None: grad, in place), raw, or memory
             apart from both.
-        raw: [N, h, d], the x of the forward, before its bias; needed with `weight` only.
-        bias, weight, eps: those of the forward; without a weight, bias does not matter.
+        raw: [N, h, d], the x of the forward; needed with `weight` only.
+        weight, eps: those of the forward.
         weight_grad: [d], fp32 (fp64 with fp64): the weight's gradient is added to it. The sum's order is fixed, so the
             same input gives the same bits.
         backend: see `choose_backend`.
@@ -145,21 +141,21 @@ def unfinish_heads(
         As `finish_heads`; and ValueError where weight is given without raw, or weight_grad without weight.
     """
     out = grad if out is None else out
-    _check(grad, cos, sin, out, raw, bias, weight)
+    _check(grad, cos, sin, out, raw, weight)
     if weight is not None and raw is None:
-        raise ValueError("the backward of a norm needs raw, the projection before its bias: pass raw= [N, h, d]")
+        raise ValueError("the backward of a norm needs raw, the projection before the norm: pass raw= [N, h, d]")
     if weight_grad is not None and (weight is None or weight_grad.shape != weight.shape):
         raise ValueError(f"weight_grad {tuple(weight_grad.shape)} needs a weight of the same shape; "
                          f"weight is {None if weight is None else tuple(weight.shape)}")
-    if choose_backend(backend, grad, cos, sin, out, raw, bias, weight, weight_grad) == "triton":
-        _triton().unfinish(grad, cos, sin, out, raw, bias, weight, eps, weight_grad)
+    if choose_backend(backend, grad, cos, sin, out, raw, weight, weight_grad) == "triton":
+        _triton().unfinish(grad, cos, sin, out, raw, weight, eps, weight_grad)
         return out
     for rows in _chunks(grad):
         g = _wide(grad[rows])
         if cos is not None:
             g = rotate(g, cos[rows], sin[rows], inverse=True)
         if weight is not None:
-            g, share = rms_norm_backward(g, _raw(raw[rows], bias), weight, eps)
+            g, share = rms_norm_backward(g, _wide(raw[rows]), weight, eps)
             if weight_grad is not None:
                 weight_grad += share
         out[rows] = g
@@ -201,10 +197,6 @@ def _triton():
     return rotary_triton
 
 
-def _raw(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return _wide(x) if bias is None else _wide(x) + _wide(bias)
-
-
 def _chunks(x: torch.Tensor):
     """Slices of x's rows, about `CHUNK` elements each, so that fp32 temporaries stay small beside a large buffer."""
     rows, heads, dims = x.shape
@@ -212,7 +204,7 @@ def _chunks(x: torch.Tensor):
     return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
 
 
-def _check(x, cos, sin, out, raw, bias, weight) -> None:
+def _check(x, cos, sin, out, raw, weight) -> None:
     if x.ndim != 3:
         raise ValueError(f"x must be [N, h, d], not {tuple(x.shape)}")
     N, h, d = x.shape
@@ -222,7 +214,7 @@ def _check(x, cos, sin, out, raw, bias, weight) -> None:
     if R % 2 or R > d:
         raise ValueError(f"cos has {R} dims to rotate of a head dim of {d}; it must be an even number of at most {d}")
     wanted = {"cos": (cos, (N, 1, R)), "sin": (sin, (N, 1, R)), "out": (out, (N, h, d)), "raw": (raw, (N, h, d)),
-              "bias": (bias, (h, d)), "weight": (weight, (d,))}
+              "weight": (weight, (d,))}
     for name, (tensor, shape) in wanted.items():
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} is {tuple(tensor.shape)}; with x {tuple(x.shape)} it must be {shape}")
@@ -231,6 +223,6 @@ def _check(x, cos, sin, out, raw, bias, weight) -> None:
     for name, tensor in (("x", x), ("out", out), ("raw", raw)):
         if tensor is not None and tensor.stride(-1) != 1 and d > 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; the last must be 1: pass a contiguous copy")
-    given = (x, cos, sin, out, raw, bias, weight)
+    given = (x, cos, sin, out, raw, weight)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given):
         raise RuntimeError("this works in place and outside autograd: call it under torch.no_grad() or in an autograd Function")

@@ -1,4 +1,4 @@
-"""Triton kernels of rotary.py: bias, RMS norm and rotation of rows of heads in one pass over memory, and their backward.
+"""Triton kernels of rotary.py: RMS norm and rotation of rows of heads in one pass over memory, and their backward.
 
 A program has ROWS rows and walks their heads, so a row's cos and sin are read once. The rotated dims are two tiles,
 [0, R/2) and [R/2, R), each loaded and stored by itself: no gather, no shuffle, any R; the dims from R on are a third.
@@ -23,7 +23,7 @@ PROGRAMS = 4096  # at most, where each writes a partial sum of the weight's grad
 
 @triton.jit(do_not_specialize=["rows"])
 def _finish(
-    x, out, cos, sin, bias, weight, x_n, x_h, out_n, out_h, cos_n, cos_d, sin_n, sin_d, rows, eps,
+    x, out, cos, sin, weight, x_n, x_h, out_n, out_h, cos_n, cos_d, sin_n, sin_d, rows, eps,
     heads: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr,
     REST_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):
@@ -50,13 +50,8 @@ def _finish(
         if HALF > 0:
             a = tl.load(x + row * x_n + i, mask=at, other=0.0).to(tl.float32)
             b = tl.load(x + row * x_n + HALF + i, mask=at, other=0.0).to(tl.float32)
-            if bias is not None:
-                a += tl.load(bias + i, mask=i < HALF, other=0.0).to(tl.float32)
-                b += tl.load(bias + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
         if D > 2 * HALF:
             c = tl.load(x + row * x_n + j, mask=rest, other=0.0).to(tl.float32)
-            if bias is not None:
-                c += tl.load(bias + j, mask=j < D, other=0.0).to(tl.float32)
         if weight is not None:
             squares = tl.zeros([ROWS, 1], tl.float32)
             if HALF > 0:
@@ -76,13 +71,11 @@ def _finish(
             tl.store(out + row * out_n + j, c.to(out.dtype.element_ty), mask=rest)
         x += x_h
         out += out_h
-        if bias is not None:
-            bias += D
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _unfinish(
-    grad, out, cos, sin, raw, bias, weight, partial, grad_n, grad_h, out_n, out_h, raw_n, raw_h,
+    grad, out, cos, sin, raw, weight, partial, grad_n, grad_h, out_n, out_h, raw_n, raw_h,
     cos_n, cos_d, sin_n, sin_d, rows, eps,
     blocks: tl.constexpr, heads: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_TILE: tl.constexpr,
     REST_TILE: tl.constexpr, ROWS: tl.constexpr,
@@ -118,8 +111,6 @@ def _unfinish(
         out_head = out
         if weight is not None:
             raw_head = raw
-            if bias is not None:
-                bias_head = bias
         for _head in range(heads):
             if HALF > 0:
                 a = tl.load(grad_head + row * grad_n + i, mask=at, other=0.0).to(tl.float32)
@@ -134,14 +125,9 @@ def _unfinish(
                 if HALF > 0:
                     unit_a = tl.load(raw_head + row * raw_n + i, mask=at, other=0.0).to(tl.float32)
                     unit_b = tl.load(raw_head + row * raw_n + HALF + i, mask=at, other=0.0).to(tl.float32)
-                    if bias is not None:
-                        unit_a += tl.load(bias_head + i, mask=i < HALF, other=0.0).to(tl.float32)
-                        unit_b += tl.load(bias_head + HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
                     squares += tl.sum(unit_a * unit_a + unit_b * unit_b, axis=1, keep_dims=True)
                 if D > 2 * HALF:
                     unit_c = tl.load(raw_head + row * raw_n + j, mask=rest, other=0.0).to(tl.float32)
-                    if bias is not None:
-                        unit_c += tl.load(bias_head + j, mask=j < D, other=0.0).to(tl.float32)
                     squares += tl.sum(unit_c * unit_c, axis=1, keep_dims=True)
                 # Rows past the end would be 0 * inf with eps = 0, and their NaN would reach the sums.
                 inverse = tl.where(inside, tl.rsqrt(squares / D + eps), 0.0)
@@ -168,8 +154,6 @@ def _unfinish(
                 if D > 2 * HALF:
                     c = inverse * (c - unit_c * mean)
                 raw_head += raw_h
-                if bias is not None:
-                    bias_head += D
             if HALF > 0:
                 tl.store(out_head + row * out_n + i, a.to(out.dtype.element_ty), mask=at)
                 tl.store(out_head + row * out_n + HALF + i, b.to(out.dtype.element_ty), mask=at)
@@ -191,20 +175,20 @@ def _unfinish(
 INTERPRETED = not isinstance(_finish, triton.runtime.JITFunction)
 
 
-def finish(x, cos, sin, out, bias, weight, eps) -> None:
+def finish(x, cos, sin, out, weight, eps) -> None:
     """`rotary.finish_heads` with arguments that it has checked."""
-    tiles = _tiles(x, cos, out, changed=bias is not None or weight is not None)
+    tiles = _tiles(x, cos, out, changed=weight is not None)
     if not _is_work(x, tiles):
         return
     rows = x.shape[0]
     with _on(x):
         _finish[(triton.cdiv(rows, tiles["ROWS"]),)](
-            x, out, cos, sin, _flat(bias), _flat(weight), *_strides(x), *_strides(out), *_table(cos), *_table(sin),
+            x, out, cos, sin, _flat(weight), *_strides(x), *_strides(out), *_table(cos), *_table(sin),
             rows, eps, **tiles, num_warps=WARPS,
         )
 
 
-def unfinish(grad, cos, sin, out, raw, bias, weight, eps, weight_grad) -> None:
+def unfinish(grad, cos, sin, out, raw, weight, eps, weight_grad) -> None:
     """`rotary.unfinish_heads` with arguments that it has checked."""
     tiles = _tiles(grad, cos, out, changed=weight is not None)
     if not _is_work(grad, tiles):
@@ -212,14 +196,14 @@ def unfinish(grad, cos, sin, out, raw, bias, weight, eps, weight_grad) -> None:
     rows, _, d = grad.shape
     programs, blocks, partial = triton.cdiv(rows, tiles["ROWS"]), 1, None
     if weight is None:
-        raw = bias = None
+        raw = None
     if weight_grad is not None:
         blocks = triton.next_power_of_2(triton.cdiv(programs, PROGRAMS))  # a few values, each compiled
         programs = triton.cdiv(programs, blocks)
         partial = torch.empty(programs, d, dtype=torch.float32, device=grad.device)
     with _on(grad):
         _unfinish[(programs,)](
-            grad, out, cos, sin, raw, _flat(bias), _flat(weight), partial, *_strides(grad), *_strides(out), *_strides(raw),
+            grad, out, cos, sin, raw, _flat(weight), partial, *_strides(grad), *_strides(out), *_strides(raw),
             *_table(cos), *_table(sin), rows, eps, blocks, **tiles, num_warps=WARPS,
         )
         if weight_grad is not None:
