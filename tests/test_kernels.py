@@ -144,6 +144,18 @@ def test_a_buffer_of_another_shape_or_dtype_is_refused(name):
         kernel.backward(grad, q, k, v, out, lse, 0.3, dv=v.double())
 
 
+def test_determinism_asked_for_with_warnings_only_is_given():
+    """torch's flash backward takes it for no request, so it runs under the strict setting, which is then as it was."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with pytest.raises(KeyError), kernels._deterministic_if_asked():
+        assert not torch.is_deterministic_algorithms_warn_only_enabled() and torch.are_deterministic_algorithms_enabled()
+        raise KeyError
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    with kernels._deterministic_if_asked():
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_two_backward_passes_give_the_same_bits(name):
     """Both kernels say that they repeat, on a CPU without being asked; two threads share the work here."""

@@ -20,6 +20,7 @@ query sees the keys of its own document up to itself. None: every row is one doc
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class Kernel:
             otherwise it makes its own and copies them there.
         dq_over_out: whether `backward` may be handed `out` itself as `dq`.
         deterministic: whether two backward passes give the same bits: "always", "on request" (under
-            torch.use_deterministic_algorithms(True)), or "unknown".
+            torch.use_deterministic_algorithms(True), with warn_only or without), or "unknown".
         causal: whether a query sees the keys up to its own only; False in the kernels of `upipe.ring`, where it sees all.
     """
 
@@ -328,6 +329,19 @@ class CudnnAttention(Kernel):
         return tuple(g.transpose(1, 2) for g in grads)
 
 
+@contextlib.contextmanager
+def _deterministic_if_asked() -> Iterator[None]:
+    """torch's flash backward warns, and runs in any order, where deterministic algorithms are asked for with warn_only."""
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 class TorchFlashAttention(Kernel):
     """Sources: aten/src/ATen/native/transformers/cuda/attention_backward.cu and flash_attn/flash_api.cpp of PyTorch.
 
@@ -369,10 +383,11 @@ class TorchFlashAttention(Kernel):
     def _backward(self, grad, q, k, v, out, lse, scale, mask, dq, dk, dv):
         if q.is_cuda:
             state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-            return aten._flash_attention_backward(
-                *_aligned(grad, q, k, v, out), lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0,
-                self.causal and mask.window is None, state, state.new_zeros(()), scale=scale, **self._window(mask.window),
-            )
+            with _deterministic_if_asked():
+                return aten._flash_attention_backward(
+                    *_aligned(grad, q, k, v, out), lse.contiguous(), None, None, q.shape[1], k.shape[1], 0.0,
+                    self.causal and mask.window is None, state, state.new_zeros(()), scale=scale, **self._window(mask.window),
+                )
         grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, self.causal, scale=scale
