@@ -354,8 +354,8 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
     kept: use results in plan_layers.json; False simulates anew.
     """
     sp, world, tokens = run.upipe.sp_size, machine.world, run.data.tokens
-    if getattr(run.upipe, "ring_size", 1) != 1:
-        raise ConfigError(f"upipe.ring_size={run.upipe.ring_size}: ring parallelism is not simulated yet; plan with ring_size=1")
+    if run.upipe.ring_degree != 1:
+        raise ConfigError(f"upipe.ring_degree={run.upipe.ring_degree}: a ring is not simulated yet; plan with ring_degree=1")
     if sp < 1 or world % sp:
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(f"upipe.sp_size={sp} does not divide the {world} GPUs; use one of {', '.join(map(str, divisors))}")

@@ -146,10 +146,11 @@ def code_digest() -> str:
 class _Ranks:
     """Stands for the groups of P ranks, of which this is the first."""
 
-    def __init__(self, sp_size: int) -> None:
+    def __init__(self, sp_size: int, ring_degree: int = 1) -> None:
         self.sp_size, self.world_size, self.dp_size = sp_size, sp_size, 1
-        self.sp_rank = self.dp_rank = 0
-        self.sp_group = self.model_group = self.world_group = None
+        self.ring_size, self.ulysses_size = ring_degree, sp_size // ring_degree
+        self.sp_rank = self.dp_rank = self.ring_rank = self.ulysses_rank = 0
+        self.sp_group = self.ulysses_group = self.ring_group = self.model_group = self.world_group = None
 
     def destroy(self) -> None:
         pass
@@ -225,7 +226,7 @@ def without_a_device(case: Case, host: _Host):
         mock.patch.object(apply_module, "init_distributed", lambda: None),
         mock.patch.object(apply_module, "SequenceParallelGroups", _Ranks),
         # The meta device knows no autocast.
-        mock.patch.multiple(preflight, check_groups=lambda sp_size: None, check_autocast=lambda device: None),
+        mock.patch.multiple(preflight, check_groups=lambda sp_size, ring_degree, node: None, check_autocast=lambda device: None),
         mock.patch.multiple(Sharding, kernel=lambda self, c: kernel, offsets=lambda self, positions, batch: None),
         mock.patch.object(block, "exchange", _exchange),
         mock.patch.object(workspace, "_workspaces", {}),
