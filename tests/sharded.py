@@ -13,7 +13,6 @@ from upipe.block import checkpoint_contexts
 from upipe.layer import FusedLayersConfig, apply_fused_layers, layer_contexts
 from upipe.offload import CheckpointConfig, apply_checkpointing
 
-
 OWN_CHECKPOINTING = ("attention output on the host", "fused layers", "fused layers, host")
 
 

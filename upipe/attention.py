@@ -59,7 +59,8 @@ class UPipeAttentionHF(UlyssesSPAttentionHF):
             sequence_parallel_size: with 1 nothing is done and None comes back, as in DeepSpeed (`upipe.apply` serves 1).
             micro_batch_size, seq_length, seq_length_is_variable, max_length: accepted; any batch and length is served.
             disable_in_eval: in eval mode leave the model plain (whole sequences on every rank).
-            heads_per_stage, kernel, ring_degree: see `upipe.UPipeConfig`.
+            heads_per_stage, kernel, ring_degree: see `upipe.UPipeConfig`. A ring's shards are not contiguous: take them from
+                `upipe.loader.ShardedLoader(loader, mpu, device)`; those of DeepSpeed's adapter are refused.
 
         Returns:
             The mpu for `deepspeed.initialize`, with `remove()` to undo everything.

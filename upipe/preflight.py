@@ -165,8 +165,8 @@ def check_local_tokens(tokens: int, ulysses_degree: int, ring_degree: int) -> No
     """A rank's tokens: those of a ring rank are two runs."""
     if ring_degree > 1 and tokens * ulysses_degree % 2:
         raise PreflightError(
-            f"shards of {tokens} tokens on ring_degree={ring_degree} x {ulysses_degree} Ulysses ranks: a ring rank's {tokens * ulysses_degree} "
-            "tokens must be two equal runs; handle.shard pads and cuts them"
+            f"shards of {tokens} tokens on ring_degree={ring_degree} x {ulysses_degree} Ulysses ranks: the "
+            f"{tokens * ulysses_degree} tokens of a ring rank must be two equal runs; handle.shard pads and cuts them"
         )
 
 
@@ -178,8 +178,8 @@ def check_zigzag(positions: torch.Tensor, offsets: kernels.Offsets, ring_degree:
         for start in starts[1:-1]:
             if start % run == 0 and int(positions[row, start]) != 0:
                 raise PreflightError(
-                    f"position_ids of row {row} jump to {int(positions[row, start])} at token {start}, where a run of the ring begins: with "
-                    f"ring_degree={ring_degree} shards are in zigzag order (upipe.zigzag.shards); handle.shard cuts them so"
+                    f"position_ids of row {row} jump to {int(positions[row, start])} at token {start}, where a run of the ring begins: "
+                    f"with ring_degree={ring_degree} shards are in zigzag order (upipe.zigzag.shards); handle.shard cuts them so"
                 )
 
 
