@@ -33,7 +33,7 @@ from unittest import mock
 
 import torch
 
-from upipe import block, kernels, layer, loss, preflight, tiled, workspace
+from upipe import block, kernels, layer, loss, preflight, ring, tiled, workspace
 from upipe.apply import Sharding, UPipeConfig
 from upipe.block import checkpoint_contexts
 from upipe.build import ModelConfig, enable_checkpointing, hf_config
@@ -41,7 +41,6 @@ from upipe.config import ConfigError
 from upipe.layer import FusedLayersConfig, apply_fused_layers, layer_contexts
 from upipe.live import LiveStorages, SimulatedAttention, SimulatedRing
 from upipe.offload import CheckpointConfig, apply_checkpointing
-from upipe.ring import RingAttention, full_of
 from upipe.tiled import TilingConfig, apply_tiling
 
 # `upipe.apply` is the function of that name in the package.
@@ -222,14 +221,18 @@ def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
     """Other ranks, host memory and the GPU's own operators are not there: what stands for them allocates what they do."""
     kernel = simulated_kernel(case.kernel)
     if case.ring > 1:
-        full_of(next(k for k in kernels.KERNELS if k.name == case.kernel))
-        kernel = RingAttention(kernel, SimulatedRing(ring_rank, case.ring), full=kernel)
+        ring.full_of(next(k for k in kernels.KERNELS if k.name == case.kernel))
+        kernel = ring.RingAttention(kernel, SimulatedRing(ring_rank, case.ring), full=kernel)
 
     def wide(a, b):
         return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=loss.wide_dtype(a.dtype))
 
     def norm_backward(g, dn, source, weight, eps, total, plain=layer._LayerRun._add_norm_backward):
         plain(*(t[: layer.NORM_ROWS] for t in (g, dn, source)), weight, eps, total)
+
+    def merge(out, lse, part, part_lse, plain=ring.merge_):
+        rows = slice(0, max(1, ring.MERGE_TILE // out[:, 0].numel()))
+        plain(out[:, rows], lse[:, :, rows], part[:, rows], part_lse[:, :, rows])
 
     patches = [
         mock.patch.object(apply_module, "init_distributed", lambda: None),
@@ -248,6 +251,7 @@ def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
         mock.patch.multiple(loss, product=wide, add_product=_add_nothing),
         mock.patch.object(tiled, "add_product", _add_nothing),
         # One of the equal turns of a loop over rows.
+        mock.patch.object(ring, "merge_", merge),
         mock.patch.multiple(layer, add_product=_add_nothing, _normed=lambda rows, weight, eps: torch.empty_like(rows)),
         mock.patch.object(layer._LayerRun, "_add_norm_backward", staticmethod(norm_backward)),
     ]
