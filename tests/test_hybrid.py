@@ -32,13 +32,13 @@ FACTORS = {
     "zero": (0, 1, 2, 3),
     "accumulation": (1, 2),
     "sequence": SEQUENCES,
-    "checkpointing": (None, "non-reentrant", "reentrant", *OWN_CHECKPOINTING),
+    "checkpointing": (None, "non-reentrant", *OWN_CHECKPOINTING),
 }
 
 
 def sample(count, seed):
-    rng = random.Random(seed)
-    return [{name: rng.choice(values) for name, values in FACTORS.items()} for _ in range(count)]
+    rng, factors = random.Random(seed), FACTORS | {"checkpointing": (*FACTORS["checkpointing"], "reentrant")}
+    return [{name: rng.choice(values) for name, values in factors.items()} for _ in range(count)]
 
 
 def name_of(case):
