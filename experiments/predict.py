@@ -41,8 +41,9 @@ def record_of(prediction: Prediction, point: str, made_with: dict[str, Any], **e
     pageable = run.memory.offload == "pageable"
     return Record(
         experiment="predict", provenance="predicted", method="upipe", model=run.model.preset, layers=prediction.layers,
-        tokens=prediction.tokens, sp=run.upipe.sp_size, ring=1, dp=machine.world // run.upipe.sp_size, zero=run.train.zero_stage,
-        heads_per_stage=run.upipe.sp_size, kernel=prediction.kernel, attention_output=run.upipe.attention_output,
+        tokens=prediction.tokens, sp=run.upipe.ulysses_degree, ring=run.upipe.ring_degree,
+        dp=machine.world // run.upipe.sp_size, zero=run.train.zero_stage,
+        heads_per_stage=run.upipe.ulysses_degree, kernel=prediction.kernel, attention_output=run.upipe.attention_output,
         keep_layers_on_gpu=prediction.layers - prediction.sent_layers, overlap=run.upipe.overlap,
         offload="none" if not prediction.sent_layers else "pageable" if pageable else "pinned",
         dx={"gemm": "slabs", "bf16": "bfloat16"}[run.upipe.dx], tile_tokens=run.memory.mlp_tokens, dtype="bfloat16",
@@ -95,7 +96,7 @@ def settings_of(found: Prediction) -> str:
 
 
 def longest(made_with: dict[str, Any], configs: Path | None) -> tuple[list[Record], str]:
-    """Longest contexts of one node; ring parallelism is not predicted yet, so two nodes are 16 Ulysses ranks."""
+    """Longest contexts of one node; two nodes are 16 Ulysses ranks."""
     cases = [
         ("llama3-8b", "8xH100-80GB", 1, PAPER_HOST_GIB), ("llama3-8b", "8xH100-80GB", 1, 2048.0),
         ("qwen3-32b-paper", "8xH100-80GB", 2, PAPER_HOST_GIB), ("llama3-8b", "8xH200", 1, PAPER_HOST_GIB),

@@ -29,7 +29,7 @@ from upipe.build import ModelConfig, build_model, build_partitioned_model, hf_co
 from upipe.config import ConfigError, Length
 from upipe.environment import host_gib
 from upipe.memory import MemoryConfig, Stack
-from upipe.preflight import PreflightError, check_schedule
+from upipe.preflight import PreflightError, check_ring_degree, check_schedule
 from upipe.records import Record, tokens_per_step, unit_gib
 from upipe.trainer import TrainConfig, build_optimizer, deepspeed_config
 
@@ -75,12 +75,12 @@ class Point:
 
 def record(point: Point) -> Record:
     """What is known of a point before it runs."""
-    shape, sp = _shape(point.model), point.upipe.sp_size
-    U = point.upipe.heads_per_stage
+    shape, sp, ring = _shape(point.model), point.upipe.sp_size, point.upipe.ring_degree
+    U, ulysses = point.upipe.heads_per_stage, sp // ring if ring > 0 and sp % ring == 0 else None
     return Record(
         method=point.method, model=point.model_name, layers=shape.num_hidden_layers, tokens=point.tokens,
-        sp=sp, ring=1, dp=point.processes // sp if sp > 0 and point.processes % sp == 0 else None, zero=point.train.zero_stage,
-        heads_per_stage={None: sp, "auto": None}.get(U, U), kernel=None if point.upipe.kernel == "auto" else point.upipe.kernel,
+        sp=ulysses, ring=ring, dp=point.processes // sp if sp > 0 and point.processes % sp == 0 else None, zero=point.train.zero_stage,
+        heads_per_stage={None: ulysses, "auto": None}.get(U, U), kernel=None if point.upipe.kernel == "auto" else point.upipe.kernel,
         attention_output=point.upipe.attention_output, overlap=point.upipe.overlap, dx=DX[point.upipe.dx],
         keep_layers_on_gpu=None, offload=None if point.memory.offload == "auto" else point.memory.offload,
         tile_tokens=point.memory.mlp_tokens, dtype=DTYPES[point.train.dtype], warmup_steps=point.untimed_steps,
@@ -101,7 +101,8 @@ def verdict(point: Point) -> str:
         works = [n for n in range(1, point.processes + 1) if point.processes % n == 0]
         return f"refused: sp_size={sp} does not divide the {point.processes} processes: use one of {works}"
     try:
-        check_schedule(shape.num_attention_heads, shape.num_key_value_heads, sp, point.upipe.heads_per_stage)
+        check_ring_degree(sp, point.upipe.ring_degree, None)
+        check_schedule(shape.num_attention_heads, shape.num_key_value_heads, point.upipe.ulysses_degree, point.upipe.heads_per_stage)
     except PreflightError as error:
         return f"refused: {error}"
     return "ok"

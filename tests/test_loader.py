@@ -9,25 +9,7 @@ import torch.distributed as dist
 import upipe
 from tests.plain import batch_of, data_of, positions_of, shifted, tiny_model
 from tests.sharded import gathered
-from upipe import layout
 from upipe.apply import UPipeConfig
-
-
-def test_shards_cover_the_padded_sequence_once():
-    for ranks in range(1, 9):
-        for tokens in range(1, 40):
-            length = layout.local_length(tokens, ranks)
-            places = [i for rank in range(ranks) for i in range(ranks * length)[layout.shard(tokens, ranks, rank)]]
-            assert places == list(range(tokens + layout.padding(tokens, ranks)))
-            assert 0 <= layout.padding(tokens, ranks) < ranks
-
-
-@pytest.mark.parametrize("arguments", [(0, 2), (5, 0)])
-def test_nothing_to_shard_is_an_error(arguments):
-    with pytest.raises(ValueError, match="at least 1"):
-        layout.local_length(*arguments)
-    with pytest.raises(ValueError, match="rank 2 is not one of 2"):
-        layout.shard(4, 2, 2)
 
 
 def handle_of(sp):

@@ -38,7 +38,7 @@ def _wrap(kind, model):
     return fully_shard(model)
 
 
-def _train_step(kind, checkpointing, model_kind, heads, kv_heads):
+def _train_step(kind, checkpointing, model_kind, heads, kv_heads, ring_degree=1):
     import upipe
 
     world = dist.get_world_size()
@@ -47,7 +47,7 @@ def _train_step(kind, checkpointing, model_kind, heads, kv_heads):
     model = tiny_model(model_kind, heads, kv_heads)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    handle = upipe.apply(model, upipe.UPipeConfig(sp_size=SP))
+    handle = upipe.apply(model, upipe.UPipeConfig(sp_size=SP, ring_degree=ring_degree))
     wrapped = _wrap(kind, model)
     micro = [{"input_ids": i, "labels": t} for i, t in zip(ids[handle.dp_rank], labels[handle.dp_rank])]
     total = 0.0
@@ -67,6 +67,12 @@ def _train_step(kind, checkpointing, model_kind, heads, kv_heads):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2-kept"])
 def test_gradients_are_the_unsharded_models(worlds, kind, checkpointing, model_kind, heads, kv_heads):
     worlds(4).run(_train_step, kind=kind, checkpointing=checkpointing, model_kind=model_kind, heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_gradients_on_a_ring(worlds, kind):
+    worlds(4).run(_train_step, kind=kind, checkpointing=True, model_kind="qwen3", heads=6, kv_heads=2, ring_degree=2)
 
 
 def _shard_single_projections():

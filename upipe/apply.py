@@ -26,10 +26,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from upipe import kernels, loss, models, preflight, stage_width
 from upipe.block import BlockSpec, attention_block
-from upipe.comm import SequenceParallelGroups, init_distributed
+from upipe.comm import SequenceParallelGroups, init_distributed, node_ranks
 from upipe.kernels import Offsets
 from upipe.loader import AdaptedLoader, ShardedLoader
 from upipe.preflight import PreflightError
+from upipe.ring import on_ring
 from upipe.schedule import HeadSchedule
 from upipe.tiled import tiled_loss_of
 
@@ -41,8 +42,11 @@ class UPipeConfig:
     """Settings of UPipe.
 
     Args:
-        sp_size: P, processes that share a sequence; a divisor of the world size. 1 works: heads still go in groups.
-        heads_per_stage: U, query heads computed at a time over all P ranks: a multiple of P up to ceil(H/P)*P.
+        sp_size: processes that share a sequence; a divisor of the world size. 1 works: heads still go in groups.
+        ring_degree: R, how many of sp_size's factors are a ring; a divisor of it. The other, P = sp_size / R, is the Ulysses degree,
+            over which heads go in groups. Every rank has S / sp_size tokens either way. For more nodes than one: Ulysses
+            inside a node (P must divide its processes), the ring across; `upipe.zigzag` says which tokens a rank has.
+        heads_per_stage: U, query heads computed at a time over the P ranks: a multiple of P up to ceil(H/P)*P.
             None: P, the least memory. U >= H is plain Ulysses. "auto": the smallest within 2 % of the fastest one for the
             sequence's length on this GPU, where that was measured (`upipe.stage_width`). A forward takes up to 4U at a time
             where that needs no more memory than the backward.
@@ -59,10 +63,16 @@ class UPipeConfig:
     sp_size: int = 1
     heads_per_stage: int | Literal["auto"] | None = None
     kernel: str = "auto"
+    ring_degree: int = 1
     attention_output: Literal["device", "host"] = "device"
     overlap: bool = True
     dx: Literal["gemm", "bf16"] = "gemm"
     shard_eval: bool = True
+
+    @property
+    def ulysses_degree(self) -> int:
+        """P = sp_size / ring_degree."""
+        return self.sp_size // self.ring_degree
 
 
 class Sharding:
@@ -104,27 +114,28 @@ class Sharding:
             )
 
     def schedule(self, heads: int, kv_heads: int, tokens: int | None = None, kernel: str = "") -> HeadSchedule:
-        """tokens, kernel: of the sequences now, from which heads_per_stage="auto" chooses; without them it is the narrowest."""
-        width = self.config.heads_per_stage
+        """tokens, kernel: of a Ulysses group now, from which heads_per_stage="auto" chooses; without them it is the narrowest."""
+        width, ranks = self.config.heads_per_stage, self.config.ulysses_degree
         if width == "auto":
             width = None if tokens is None else self._width(tokens, heads, kernel)
-        width = self.config.sp_size if width is None else width
+        width = ranks if width is None else width
         if (heads, kv_heads, width) not in self.schedules:
-            self.schedules[heads, kv_heads, width] = preflight.check_schedule(heads, kv_heads, self.config.sp_size, width)
+            self.schedules[heads, kv_heads, width] = preflight.check_schedule(heads, kv_heads, ranks, width)
         return self.schedules[heads, kv_heads, width]
 
     def _width(self, tokens: int, heads: int, kernel: str) -> int:
         key = tokens, heads, kernel
         if key not in self._widths:
             gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-            self._widths[key], why = stage_width.choose(tokens, self.config.sp_size, heads, gpu, kernel)
+            self._widths[key], why = stage_width.choose(tokens, self.config.ulysses_degree, heads, gpu, kernel)
             if dist.get_rank() == 0:
                 logger.info("heads_per_stage: auto is %d for %d tokens with %s (%s)", self._widths[key], tokens, kernel, why)
         return self._widths[key]
 
     def kernel(self, case: kernels.Case) -> kernels.Kernel:
         if case not in self.kernels:
-            self.kernels[case] = preflight.check_kernel(self.config.kernel, case)
+            kernel = preflight.check_kernel(self.config.kernel, case, self.config.ring_degree)
+            self.kernels[case] = on_ring(kernel, self.groups.ring_group)
             if dist.get_rank() == 0:
                 logger.info("attention kernel: %s (%s)", self.kernels[case], case)
         return self.kernels[case]
@@ -137,7 +148,11 @@ class Sharding:
         version = None if position_ids.is_inference() else position_ids._version
         known = self._offsets.get(position_ids)
         if known is None or known[0] != version:
-            known = self._offsets[position_ids] = (version, document_offsets(self._gather(position_ids)))
+            whole = self._gather(position_ids)
+            offsets = document_offsets(whole)
+            if self.config.ring_degree > 1 and offsets is not None:
+                preflight.check_zigzag(whole, offsets, self.config.ring_degree)
+            known = self._offsets[position_ids] = (version, offsets)
         offsets = known[1]
         return offsets * batch if offsets is not None and len(offsets) == 1 and batch > 1 else offsets
 
@@ -162,9 +177,7 @@ class Sharding:
         shapes = [torch.empty_like(mine) for _ in range(self.config.sp_size)]
         dist.all_gather(shapes, mine, group=self.groups.sp_group)
         preflight.check_local_shapes(torch.stack(shapes).tolist())
-        shards = [torch.empty_like(position_ids) for _ in range(self.config.sp_size)]
-        dist.all_gather(shards, position_ids.contiguous(), group=self.groups.sp_group)
-        return torch.cat(shards, dim=1)
+        return self.groups.gather(position_ids)
 
 
 def document_offsets(position_ids: torch.Tensor) -> Offsets | None:
@@ -204,11 +217,11 @@ def block_spec(
     preflight.check_autocast(hidden_states.device.type)
     window, softcap = architecture.window(attention), architecture.softcap_of(attention)
     kernel = sharding.kernel(kernels.Case.of(hidden_states, attention.head_dim, window is not None, softcap is not None))
-    tokens = hidden_states.shape[1] * sharding.config.sp_size
+    tokens = hidden_states.shape[1] * sharding.config.ulysses_degree
     return BlockSpec(
         schedule=sharding.schedule(*architecture.heads(attention), tokens, kernel.name),
-        rank=sharding.groups.sp_rank,
-        group=sharding.groups.sp_group,
+        rank=sharding.groups.ulysses_rank,
+        group=sharding.groups.ulysses_group,
         kernel=kernel,
         head_dim=attention.head_dim,
         scale=attention.scaling,
@@ -279,9 +292,10 @@ def _prepare_decoder_inputs(sharding: Sharding, rotary: nn.Module, kwargs: dict)
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.bool().all())):
         raise PreflightError(_no_mask(mask))
     L = tokens.shape[1]
+    preflight.check_local_tokens(L, sharding.config.ulysses_degree, sharding.config.ring_degree)
     if kwargs.get("position_ids") is None:
-        start = sharding.groups.sp_rank * L
-        kwargs["position_ids"] = torch.arange(start, start + L, device=tokens.device)[None]
+        parts = [torch.arange(part.start, part.stop, device=tokens.device) for part in sharding.groups.positions(L)]
+        kwargs["position_ids"] = torch.cat(parts)[None]
     # A 4-D mask is passed on as it is: no local [L, L] mask is built from positions of one shard.
     kwargs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     sharding.offsets(kwargs["position_ids"], tokens.shape[0])
@@ -335,6 +349,12 @@ class Handle:
     @property
     def sp_size(self) -> int:
         return self.mpu.sp_size
+
+    @property
+    def mesh(self) -> str:
+        """sp_size in words: "4", or "4 (ring 2 x Ulysses 2)"."""
+        ring = self.config.ring_degree
+        return str(self.sp_size) + (f" (ring {ring} x Ulysses {self.config.ulysses_degree})" if ring > 1 else "")
 
     @property
     def sp_rank(self) -> int:
@@ -416,6 +436,11 @@ class Handle:
             raise PreflightError(
                 f"the batch was sharded for sp_size={batch['sp_size']}, this handle has {self.sp_size}: shard it with this handle"
             )
+        ring = 1 if batch is None else batch.get("ring_degree", 1)
+        if batch is not None and ring != self.config.ring_degree:
+            raise PreflightError(
+                f"the batch was sharded for ring_degree={ring}, this handle has {self.config.ring_degree}: shard it with this handle"
+            )
         self._check_model(engine)
         if not hasattr(engine, "zero_optimization_stage"):
             if isinstance(engine, (DistributedDataParallel, FSDPModule)) and id(engine) not in self._checked:
@@ -468,7 +493,7 @@ class Handle:
         others = {id(part): part for m in self.model.modules() for part in _stack_parts(m)}
         lines = [
             f"UPipe on {type(self.model).__name__}: {self._layers} attention layers, "
-            f"sequence parallel {self.sp_size} x data parallel {self.dp_size}",
+            f"sequence parallel {self.mesh} x data parallel {self.dp_size}",
             *(schedule.describe() for schedule in self._sharding.schedules.values()),
             *(f"attention kernel: {name} ({case})" for case, name in self.kernels.items()),
             f"attention output on the {c.attention_output}, exchange {'' if c.overlap else 'not '}overlapped, dx by {c.dx}",
@@ -514,7 +539,7 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     config = UPipeConfig() if config is None else config
     preflight.check_arguments(model, config, UPipeConfig)
     init_distributed()
-    preflight.check_groups(config.sp_size)
+    preflight.check_groups(config.sp_size, config.ring_degree, node_ranks())
     preflight.check_kernel_name(config.kernel)
     preflight.check_modes(config)
     for module in model.modules():
@@ -527,11 +552,11 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
         preflight.check_config(module.config)
         preflight.check_attention(name, module, architecture)
         preflight.check_hooks(name, module, architecture)
-        preflight.check_kernel_for(config.kernel, module, architecture)
+        preflight.check_kernel_for(config.kernel, module, architecture, config.ring_degree)
         preflight.check_dx(config.dx, type(module).__name__, architecture)
-        preflight.check_schedule(*architecture.heads(module), config.sp_size, config.heads_per_stage)
+        preflight.check_schedule(*architecture.heads(module), config.ulysses_degree, config.heads_per_stage)
 
-    sharding = Sharding(config, SequenceParallelGroups(config.sp_size))
+    sharding = Sharding(config, SequenceParallelGroups(config.sp_size, config.ring_degree))
     subclasses: dict[type, type] = {}
     patched = []
     for module in model.modules():

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from upipe import models, preflight
 from upipe.apply import Sharding, UPipeConfig, apply, subclass
-from upipe.comm import SequenceParallelGroups, all_to_all, init_distributed
+from upipe.comm import SequenceParallelGroups, all_to_all, init_distributed, node_ranks
 from upipe.preflight import PreflightError
 
 
@@ -44,6 +44,7 @@ class UPipeAttentionHF(UlyssesSPAttentionHF):
         max_length: int | None = None,
         heads_per_stage: int | None = None,
         kernel: str = "auto",
+        ring_degree: int = 1,
     ) -> SequenceParallelGroups | None:
         """Put UPipe on a model, or on an architecture before any model of it exists.
 
@@ -58,7 +59,8 @@ class UPipeAttentionHF(UlyssesSPAttentionHF):
             sequence_parallel_size: with 1 nothing is done and None comes back, as in DeepSpeed (`upipe.apply` serves 1).
             micro_batch_size, seq_length, seq_length_is_variable, max_length: accepted; any batch and length is served.
             disable_in_eval: in eval mode leave the model plain (whole sequences on every rank).
-            heads_per_stage, kernel: see `upipe.UPipeConfig`.
+            heads_per_stage, kernel, ring_degree: see `upipe.UPipeConfig`. A ring's shards are not contiguous: take them from
+                `upipe.loader.ShardedLoader(loader, mpu, device)`; those of DeepSpeed's adapter are refused.
 
         Returns:
             The mpu for `deepspeed.initialize`, with `remove()` to undo everything.
@@ -70,7 +72,7 @@ class UPipeAttentionHF(UlyssesSPAttentionHF):
             return None
         if not seq_length_is_variable and seq_length is None and max_length is None:
             raise ValueError("seq_length_is_variable=False needs seq_length")
-        config = UPipeConfig(sequence_parallel_size, heads_per_stage, kernel, shard_eval=not disable_in_eval)
+        config = UPipeConfig(sequence_parallel_size, heads_per_stage, kernel, ring_degree, shard_eval=not disable_in_eval)
         is_config = isinstance(model_name_or_path, PretrainedConfig)
         loaded = model_name_or_path if is_config else getattr(model_name_or_path, "config", None)
         if loaded is None and not isinstance(model_name_or_path, (str, os.PathLike)):
@@ -98,17 +100,17 @@ def _check_core(name: str, hf_config) -> None:
 
 def _patch_classes(hf_config, config: UPipeConfig) -> SequenceParallelGroups:
     init_distributed()
-    preflight.check_groups(config.sp_size)
+    preflight.check_groups(config.sp_size, config.ring_degree, node_ranks())
     preflight.check_kernel_name(config.kernel)
     preflight.check_config(hf_config)
     preflight.check_schedule(
-        hf_config.num_attention_heads, hf_config.num_key_value_heads, config.sp_size, config.heads_per_stage
+        hf_config.num_attention_heads, hf_config.num_key_value_heads, config.ulysses_degree, config.heads_per_stage
     )
     architecture = models.of_model_type(hf_config.model_type)
     classes = architecture.classes()
     if any("_upipe" in vars(c) for c in classes):
         raise PreflightError(f"UPipe is on {architecture.attention_name} already: call remove() on the mpu it returned")
-    sharding = Sharding(config, SequenceParallelGroups(config.sp_size))
+    sharding = Sharding(config, SequenceParallelGroups(config.sp_size, config.ring_degree))
     saved = []
     for base in classes:
         patch = vars(subclass(base, sharding, architecture))

@@ -28,7 +28,7 @@ _EXAMPLES = """examples:
   upipe train configs/demo.yaml train.steps=20 data.tokens=2K upipe.sp_size=2 --nproc 2
   upipe train my.yaml train.save_every=100 --resume auto --nproc 8
   torchrun --nproc-per-node 8 -m upipe.cli train my.yaml upipe.sp_size=8
-  srun upipe train my.yaml upipe.sp_size=16
+  srun upipe train my.yaml upipe.sp_size=16 upipe.ring_degree=2
   upipe plan --model llama3-8b --gpus 8xH100-80GB --host-gib 1945 --tokens 5M memory.fused_layers=true
   upipe plan --model llama3-8b --gpus 8xH100-80GB --max-tokens --fit --save-config longest.yaml
   upipe export runs/run my-model

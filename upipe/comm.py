@@ -1,15 +1,18 @@
 """Process groups of a sequence-parallel model, the mpu that DeepSpeed asks for them, and the uneven all-to-all.
 
-Ranks of a sequence-parallel group are neighbours: with P ranks a group, world rank r is sequence-parallel rank r % P
-of data-parallel rank r // P.
+Ranks of a sequence-parallel group are neighbours: with N ranks a group, world rank r is sequence-parallel rank r % N
+of data-parallel rank r // N. Inside it Ulysses ranks are neighbours too (`zigzag.Mesh`).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+
+from upipe import zigzag
 
 
 def init_distributed() -> None:
@@ -38,6 +41,13 @@ def init_distributed() -> None:
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
 
 
+def node_ranks() -> int | None:
+    """Ranks of a node as its launcher says: LOCAL_WORLD_SIZE (torchrun, `upipe --nproc`, `launch.slurm_environment`) or LOCAL_SIZE
+    (deepspeed). None where none says."""
+    given = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(given) if given else None
+
+
 class SequenceParallelGroups:
     """The groups of one sharded model, and the mpu to hand to `deepspeed.initialize(mpu=...)`.
 
@@ -47,21 +57,48 @@ class SequenceParallelGroups:
     clipping right in every ZeRO stage.
 
     Args:
-        sp_size: P, a divisor of the world size (checked by preflight).
+        sp_size: ranks that share a sequence, a divisor of the world size (checked by preflight).
+        ring_degree: R, a divisor of sp_size; P = sp_size / R is the Ulysses degree.
+
+    Attributes:
+        sp_group: all ranks of the sequence; what DeepSpeed knows as sequence parallel.
+        ulysses_group, ring_group: of the all-to-all, and of `ring.RingAttention`: None with R = 1, where Ulysses has sp_group.
     """
 
-    def __init__(self, sp_size: int) -> None:
-        self.sp_size = sp_size
+    def __init__(self, sp_size: int, ring_degree: int = 1) -> None:
+        self.sp_size, self.ring_size, self.ulysses_size = sp_size, ring_degree, sp_size // ring_degree
         self.world_size = dist.get_world_size()
         self.dp_size = self.world_size // sp_size
         rank = dist.get_rank()
-        self.sp_rank, self.dp_rank = rank % sp_size, rank // sp_size
+        mesh = zigzag.Mesh(self.world_size, self.ring_size, self.ulysses_size)
+        self.sp_rank = rank % sp_size
+        self.dp_rank, self.ring_rank, self.ulysses_rank = mesh.place(rank)
         self._owned: list[dist.ProcessGroup] = []
-        self.sp_group = self._own([range(d * sp_size, (d + 1) * sp_size) for d in range(self.dp_size)], rank)
+        self.sp_group = self.ulysses_group = self._own(mesh.sequence_groups, rank)
+        self.ring_group = None
+        if ring_degree > 1:
+            self.ulysses_group = self._own(mesh.ulysses_groups, rank)
+            self.ring_group = self._own(mesh.ring_groups, rank)
         self.model_group = self._own([range(r, r + 1) for r in range(self.world_size)], rank)
         self.world_group = dist.group.WORLD
 
-    def _own(self, ranks_of_groups: list[range], rank: int) -> dist.ProcessGroup:
+    def positions(self, local_tokens: int) -> tuple[range, ...]:
+        """Where the sequence has the tokens of this rank, in their order, if every rank has so many."""
+        return zigzag.shards(local_tokens * self.sp_size, self.ring_size, self.ulysses_size, self.ring_rank, self.ulysses_rank)
+
+    def gather(self, local: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The sequence of which every rank has a shard, of one shape, in its own order along `dim`. Without a graph."""
+        if self.sp_size == 1:
+            return local
+        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.sp_size)]
+        dist.all_gather(shards, local.contiguous(), group=self.sp_group)
+        whole = torch.cat(shards, dim)
+        if self.ring_size == 1:
+            return whole
+        parts = zigzag.restored(whole.shape[dim], self.ring_size, self.ulysses_size)
+        return torch.cat([whole.narrow(dim, part.start, len(part)) for part in parts], dim)
+
+    def _own(self, ranks_of_groups: Iterable[Sequence[int]], rank: int) -> dist.ProcessGroup:
         mine = None
         for ranks in ranks_of_groups:
             group = dist.new_group(list(ranks), pg_options=_options())

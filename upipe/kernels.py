@@ -94,9 +94,10 @@ class Kernel:
         """Why this kernel cannot run the case, or None if it can."""
         raise NotImplementedError
 
-    def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int | None:
+    def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int, keys: int | None = None) -> int | None:
         """Bytes of device memory that `backward` holds at its peak beside its arguments, for one row of `tokens` with
-        bf16 inputs that need no copy and dq, dk, dv buffers handed in. None where it has not been measured."""
+        bf16 inputs that need no copy and dq, dk, dv buffers handed in. None where it has not been measured. keys: tokens of k
+        and v where they are others, by the same formula."""
         return None
 
     def forward(
@@ -202,12 +203,12 @@ class FlashAttention4(Kernel):
             return "on Blackwell its backward has no softcap at head dim 256"
         return None
 
-    def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int, keys: int | None = None) -> int:
         """See `Kernel`. An fp32 dq (measured on an H200: 2.0 times tokens*d*2 bytes a query head), two fp32 numbers a query,
         and with fewer kv heads than query heads an fp32 dk and dv (by its source), to within a block of 128 tokens. Packed
         rows of many documents pad each to whole blocks: up to a quarter more, in rows of 32,768 tokens and more."""
         wide = -(-head_dim // 32) * 32
-        summed = 2 * kv_heads * tokens * wide * 4 if heads > kv_heads else 0
+        summed = 2 * kv_heads * (keys or tokens) * wide * 4 if heads > kv_heads else 0
         return heads * tokens * (wide + 2) * 4 + summed
 
     def _runs(self, offsets):
@@ -282,10 +283,10 @@ class CudnnAttention(Kernel):
             return "through torch it takes head dims over 128 on compute capability 9.0 only"
         return None
 
-    def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int | None:
+    def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int, keys: int | None = None) -> int | None:
         """See `Kernel`. Measured on an H200 with one kv head a query head: 5.0 times tokens*d*2 bytes a head, three of them
         its own dq, dk, dv. None with fewer kv heads."""
-        return 5 * heads * tokens * head_dim * 2 if heads == kv_heads else None
+        return 5 * heads * max(tokens, keys or 0) * head_dim * 2 if heads == kv_heads else None
 
     def _forward(self, q, k, v, scale, mask, out):
         if q.shape[1] == 1:

@@ -86,8 +86,8 @@ def _end_with_parent() -> None:
 
 
 def slurm_environment(environment) -> dict[str, str]:
-    """The launcher variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) of a process that srun started;
-    empty where another launcher has set RANK, or where this is no step of several tasks."""
+    """The launcher variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) of a process that srun
+    started; empty where another launcher has set RANK, or where this is no step of several tasks."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS")
     if "RANK" in environment or tasks is None or int(tasks) < 2:
         return {}
@@ -100,4 +100,13 @@ def slurm_environment(environment) -> dict[str, str]:
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "MASTER_ADDR": address,
         "MASTER_PORT": environment.get("MASTER_PORT") or str(20000 + int(environment["SLURM_JOB_ID"]) % 20000),
-    }
+    } | _tasks_here(environment)
+
+
+def _tasks_here(environment) -> dict[str, str]:
+    """LOCAL_WORLD_SIZE from SLURM_STEP_TASKS_PER_NODE, tasks of each node as in "4(x2),3"; empty where that is not set."""
+    counts: list[str] = []
+    for part in filter(None, environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")):
+        tasks, _, times = part.partition("(x")
+        counts += [tasks] * int(times.rstrip(")") or 1)
+    return {"LOCAL_WORLD_SIZE": counts[int(environment.get("SLURM_NODEID", 0))]} if counts else {}

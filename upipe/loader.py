@@ -1,7 +1,7 @@
 """From global batches to this rank's shards, with the number of valid tokens of the accumulation window attached.
 
 Every rank of a sequence-parallel group iterates the same global batches (ranks of different data-parallel index
-iterate different ones); the loader takes each rank's tokens. Shapes: B batch, S tokens, P ranks, L = ceil(S/P).
+iterate different ones); the loader takes each rank's tokens. Shapes: B batch, S tokens, L of a rank (`zigzag.local_length`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from upipe import layout
+from upipe import zigzag
 from upipe.comm import SequenceParallelGroups
 from upipe.loss import IGNORE
 from upipe.preflight import PreflightError
@@ -108,17 +108,18 @@ def _check_mask(mask: torch.Tensor, targets: torch.Tensor) -> None:
         raise PreflightError(f"row {row} has labels on padding (attention_mask 0): set labels to -100 there")
 
 
-def shard_batch(batch: dict[str, torch.Tensor], sp_size: int, sp_rank: int) -> dict[str, torch.Tensor]:
-    """This rank's [B, L] of a prepared batch. Padding: token 0, label -100, positions that go on."""
-    B, S = batch["input_ids"].shape
-    extra, part = layout.padding(S, sp_size), layout.shard(S, sp_size, sp_rank)
+def shard_batch(batch: dict[str, torch.Tensor], sp_size: int, sp_rank: int, ring_degree: int = 1) -> dict[str, torch.Tensor]:
+    """This rank's [B, L] of a prepared batch, as `zigzag.shards` has them. Padding: token 0, label -100, positions that go on."""
+    S, ulysses = batch["input_ids"].shape[1], sp_size // ring_degree
+    extra, parts = zigzag.padding(S, ring_degree, ulysses), zigzag.shards(S, ring_degree, ulysses, *divmod(sp_rank, ulysses))
     local = {}
     for key, value in batch.items():
         if extra and key == "position_ids":
             value = torch.cat((value, value[:, -1:] + torch.arange(1, extra + 1, device=value.device)), dim=1)
         elif extra:
             value = torch.nn.functional.pad(value, (0, extra), value=IGNORE if key == "shift_labels" else 0)
-        local[key] = value[:, part].contiguous()
+        pieces = [value[:, part.start : part.stop] for part in parts]
+        local[key] = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=1)
     return local
 
 
@@ -127,8 +128,8 @@ class ShardedLoader:
 
     It reads one accumulation window ahead and exchanges, once a window, how many valid tokens each rank has and a
     checksum of its batches. Each yielded batch has input_ids, position_ids, shift_labels [B, L] on `device`,
-    num_valid (0-d int64: valid tokens of the window over all ranks), accumulation and sp_size (int). Iteration ends on every
-    rank when one of them has no whole window left; what is left over is dropped with a warning.
+    num_valid (0-d int64: valid tokens of the window over all ranks), accumulation, sp_size and ring_degree (int). Iteration ends on
+    every rank when one of them has no whole window left; what is left over is dropped with a warning.
 
     Raises:
         PreflightError: ranks of a sequence-parallel group were given different batches, or a batch is refused.
@@ -168,9 +169,12 @@ class ShardedLoader:
                 return
             num_valid = torch.tensor(counts, device=self.device)
             for batch in window:
-                local = shard_batch(batch, self.groups.sp_size, self.groups.sp_rank)
+                local = shard_batch(batch, self.groups.sp_size, self.groups.sp_rank, self.groups.ring_size)
                 local = {key: value.to(self.device, non_blocking=True) for key, value in local.items()}
-                yield {**local, "num_valid": num_valid, "accumulation": self.accumulation, "sp_size": self.groups.sp_size}
+                yield {
+                    **local, "num_valid": num_valid, "accumulation": self.accumulation, "sp_size": self.groups.sp_size,
+                    "ring_degree": self.groups.ring_size,
+                }
 
     def _exchange(self, window: list[dict], whole: bool, problem: Exception | None) -> int | None:
         """-> valid tokens of the window over all ranks, or None where a rank is at its end."""

@@ -268,6 +268,10 @@ Now = Callable[..., Any]
 DEVICE, PINNED, HOST = ("oom_device",), ("oom_pinned",), ("oom_host",)
 
 
+def _ulysses(now: Now) -> int:
+    return now("upipe.sp_size", 1) // max(1, now("upipe.ring_degree", 1))
+
+
 def _offloads(now: Now) -> bool:
     return now("memory.offload", "none") != "none"
 
@@ -285,8 +289,8 @@ _ADVICE: tuple[tuple[tuple[str, ...], str, str, str, Callable[[Now], bool]], ...
      lambda now: _offloads(now) and now("memory.keep_layers_on_gpu", "auto") != 0),
     (DEVICE, "train.zero_stage", "3", "states and parameters sharded; gathers beside computation",
      lambda now: now("train.zero_stage", 3) != 3),
-    (DEVICE, "upipe.heads_per_stage", "{sp}", "the narrowest stages of attention",
-     lambda now: (now("upipe.heads_per_stage") or 0) > now("upipe.sp_size", 1)),
+    (DEVICE, "upipe.heads_per_stage", "{ulysses}", "the narrowest stages of attention",
+     lambda now: (now("upipe.heads_per_stage") or 0) > _ulysses(now)),
     (DEVICE, "upipe.attention_output", "host", "recomputed from the host, not kept on the device; needs host memory",
      lambda now: now("upipe.attention_output", "device") != "host"),
     (DEVICE, "upipe.dx", "bf16", "one u less with attention_output: host; its sum over stages is rounded each time",
@@ -333,5 +337,5 @@ def advice(outcome: str, settings: dict[str, Any], numbers: dict[str, int]) -> t
     for outcomes, key, value, what, is_open in _ADVICE:
         if outcome in outcomes and is_open(now):
             given = "" if now(key) is None else f" (now {now(key)})"
-            lines.append(f"{key}: {value.format(sp=now('upipe.sp_size', 1))}{given} - {what}")
+            lines.append(f"{key}: {value.format(ulysses=_ulysses(now))}{given} - {what}")
     return tuple(lines)

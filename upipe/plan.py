@@ -190,10 +190,11 @@ def case_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> Case:
     """What is to be simulated for a run. width: U; None for P."""
     memory, upipe = run.memory, run.upipe
     checkpointing = "own" if memory.offload != "none" else {"none": "none"}.get(run.model.checkpointing, "model")
+    ranks = upipe.ulysses_degree
     return Case(
-        shape, upipe.sp_size, kernel, None if width == upipe.sp_size else width, upipe.attention_output, upipe.overlap, upipe.dx,
+        shape, ranks, kernel, None if width == ranks else width, upipe.attention_output, upipe.overlap, upipe.dx,
         memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens, memory.fp32_grads, memory.reuse_grad, memory.fused_layers,
-        checkpointing, run.train.micro_batch_size, run.train.dtype,
+        checkpointing, run.train.micro_batch_size, run.train.dtype, upipe.ring_degree,
     )  # fmt: skip
 
 
@@ -312,7 +313,8 @@ class Prediction:
             "host": {"gib": self.host_gib, "usable_gib": self.machine.host_gib, "headroom_gib": self.headroom["host"],
                      "components": self.host},
             "time_s": self.time_s, "time": self.time, "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu, "kernel": self.kernel,
-            "gpu": gpu.name, "gpus": self.machine.world, "sp_size": self.run.upipe.sp_size, "provenance": self.provenance(),
+            "gpu": gpu.name, "gpus": self.machine.world, "sp_size": self.run.upipe.sp_size,
+            "ring_degree": self.run.upipe.ring_degree, "provenance": self.provenance(),
         }  # fmt: skip
 
     def provenance(self) -> dict[str, str]:
@@ -326,15 +328,16 @@ class Prediction:
         return {
             "layer and loss": f"simulated with the real code ({where})",
             "attention kernel's own memory": kernel, "states, buffers": "arithmetic", "margin, system": "assumed",
-            "rates": f"attention and links {scaled}; products, gathers and 8-GPU host copies assumed",
+            "rates": f"attention and links {scaled}; products, gathers, 8-GPU host copies and what a ring hides assumed",
         }  # fmt: skip
 
     def text(self) -> str:
         run, gpu, left = self.run, self.machine.gpu, self.headroom
-        sp = run.upipe.sp_size
+        sp, ring = run.upipe.sp_size, run.upipe.ring_degree
+        ring = f" (ring {ring} x Ulysses {run.upipe.ulysses_degree})" if ring > 1 else ""
         lines = [
             f"{run.model.preset or run.model.pretrained or 'model'}, {self.layers} layers, {format_tokens(self.tokens)} tokens, on "
-            f"{self.machine}; sp {sp} x dp {self.machine.world // sp}, {self.kernel}",
+            f"{self.machine}; sp {sp}{ring} x dp {self.machine.world // sp}, {self.kernel}",
             f"device  {self.device_gib:8.2f} GiB of {gpu.usable_gib:g}, {left['device']:+.2f} left; highest in the {self.phase}",
             *(f"  {value:8.2f} {name}" for name, value in self.device.items() if value > 0.005),
             f"host    {self.host_gib:8.2f} GiB of {self.machine.host_gib:g} a node, {left['host']:+.2f} left",
@@ -354,20 +357,24 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
     kept: use results in plan_layers.json; False simulates anew.
     """
     sp, world, tokens = run.upipe.sp_size, machine.world, run.data.tokens
-    if getattr(run.upipe, "ring_size", 1) != 1:
-        raise ConfigError(f"upipe.ring_size={run.upipe.ring_size}: ring parallelism is not simulated yet; plan with ring_size=1")
     if sp < 1 or world % sp:
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(f"upipe.sp_size={sp} does not divide the {world} GPUs; use one of {', '.join(map(str, divisors))}")
+    try:
+        preflight.check_ring_degree(sp, run.upipe.ring_degree, machine.per_node)
+    except ValueError as error:
+        raise ConfigError(f"upipe.{error}") from error
+    ulysses, ring = run.upipe.ulysses_degree, run.upipe.ring_degree
     hf, sizes, shape = described(run)
     text = hf.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kernel = kernel_of(run, machine, head_dim)
     width = run.upipe.heads_per_stage
     if width == "auto":
-        width, _ = stage_width.choose(tokens, sp, text.num_attention_heads, f"NVIDIA {machine.gpu.name.split('-')[0]}", kernel)
+        gpu = f"NVIDIA {machine.gpu.name.split('-')[0]}"
+        width, _ = stage_width.choose(tokens // ring, ulysses, text.num_attention_heads, gpu, kernel)
     try:
-        schedule = preflight.check_schedule(text.num_attention_heads, text.num_key_value_heads, sp, width)
+        schedule = preflight.check_schedule(text.num_attention_heads, text.num_key_value_heads, ulysses, width)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     case = case_of(run, shape, kernel, width)
@@ -457,13 +464,15 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     checkpointed = run.model.checkpointing != "none" or memory.offload != "none"
     twice = checkpointed and upipe.attention_output == "device"
     # Attention of all layers; ranks wait for the one with most heads.
-    heads = -(-schedule.heads // sp)
+    ring, ulysses = upipe.ring_degree, upipe.ulysses_degree
+    heads = -(-schedule.heads // ulysses)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
     window = getattr(text, "sliding_window", None)
     pairs = sum(S * min(S / 2, window) if window and kind == "sliding_attention" else S * S / 2 for kind in kinds[:layers])
-    flops = 4 * pairs * head_dim * heads * train.micro_batch_size
-    forward = flops * (1 + twice) / _tflops(kernel, "forward", S, machine) / 1e12
-    backward = 2.5 * flops / _tflops(kernel, "backward", S, machine) / 1e12
+    flops = 4 * pairs * head_dim * heads * train.micro_batch_size / ring
+    # A ring's calls are of a ring rank's tokens.
+    forward = flops * (1 + twice) / _tflops(kernel, "forward", S // ring, machine) / 1e12
+    backward = 2.5 * flops / _tflops(kernel, "backward", S // ring, machine) / 1e12
     # Products, in forward-equivalents: q, k and v again in backward, gate and up again where the MLP is tiled.
     D, H, K, d = sizes.hidden_size, schedule.heads, schedule.kv_heads, head_dim
     qkv, projections = D * d * (H + 2 * K), D * d * (2 * H + 2 * K)
@@ -478,14 +487,16 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     passes = layers * (40 * D + 14 * wide) * itemsize + 10 * 4 * sizes.vocab_size
     elementwise = rows * passes / (gpu.hbm_gb_s * 0.8e9)
     # Exchanges: q, k, v and o forward; q, k, v, o, dO, then dq, dk, dv backward.
-    width = d * itemsize * rows * (sp - 1) / sp
+    width = d * itemsize * rows * (ulysses - 1) / ulysses
     sent = layers * width * ((2 * H + 2 * K) * (1 + twice) + 4 * H + 4 * K)
-    within = min(sp, machine.per_node)
-    outside = 0.0 if sp <= machine.per_node else (sp - within) / (sp - 1)
+    within = min(ulysses, machine.per_node)
+    outside = 0.0 if ulysses <= machine.per_node else (ulysses - within) / (ulysses - 1)
     exchange = sent * ((1 - outside) / gpu.link_gb_s + outside / gpu.network_gb_s) / 1e9
     exchange *= table["exposed_exchange"] if upipe.overlap else 1.0
-    if sp == 1:
+    if ulysses == 1:
         exchange = 0.0
+    ring_forward, ring_backward, ring_first = _ring(run, machine, schedule, rows * d * itemsize, layers)
+    across = max(0.0, ring_forward * (1 + twice) - forward) + max(ring_first, ring_backward - backward)
     # ZeRO: parameters gathered for forward and backward, gradients reduced.
     moved = (3 if train.zero_stage == 3 else 2 if train.zero_stage else 1) * itemsize * sizes.parameters
     bandwidth = gpu.link_gb_s if machine.nodes == 1 else gpu.network_gb_s
@@ -494,7 +505,7 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     host = _copies(run, machine, plan, forward / (1 + twice) + gemm / 4, compute - forward / (1 + twice) - gemm / 4)
     micro = {
         "attention, forward": forward, "attention, backward": backward, "products": gemm, "elementwise": elementwise,
-        "exchanges not hidden": exchange, "ZeRO not hidden": zero, "host copies not hidden": host,
+        "exchanges not hidden": exchange, "ring not hidden": across, "ZeRO not hidden": zero, "host copies not hidden": host,
     }  # fmt: skip
     spent = {name: seconds * train.accumulation for name, seconds in micro.items()}
     if memory.optimizer == "cpu":
@@ -503,6 +514,16 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     else:
         spent["optimizer"] = 30 * sizes.parameters / machine.world / (gpu.hbm_gb_s * 0.8e9)
     return spent
+
+
+def _ring(run, machine: Machine, schedule, head: float, layers: int) -> tuple[float, float, float]:
+    """Seconds of a ring's messages in a forward and in a backward of all layers, and what of the latter no kernel hides: a call's
+    first k and v. head: bytes of one head of a rank's rows. Every call sends its k and v, three quarters of them on average."""
+    ring, ulysses, gpu = run.upipe.ring_degree, run.upipe.ulysses_degree, machine.gpu
+    rate = (gpu.link_gb_s if run.upipe.sp_size <= machine.per_node else gpu.network_gb_s) * 1e9
+    calls = max(sum(call.kv_count for row in schedule.table for call in row[rank].calls) for rank in range(ulysses))
+    step = layers * calls * 2 * 0.75 * head * ulysses / rate if ring > 1 else 0.0
+    return step * (ring - 1), 2 * step * (ring - 1), step
 
 
 def _copy_rate(machine: Machine, gb_s: float) -> float:
@@ -544,7 +565,8 @@ def _better(a: Prediction, b: Prediction) -> bool:
 
 def _candidates(model: str, tokens: int, machine: Machine, words):
     given = {word.partition("=")[0] for word in words}
-    widths = [n for n in range(machine.world, 0, -1) if machine.world % n == 0]
+    ring = request(model, tokens, machine.world, words).upipe.ring_degree
+    widths = [n for n in range(machine.world, 0, -1) if machine.world % n == 0 and n % max(1, ring) == 0] or [None]
     if "upipe.sp_size" in given:
         widths = [None]
     names = list(CANDIDATES)
@@ -556,7 +578,7 @@ def _candidates(model: str, tokens: int, machine: Machine, words):
             try:
                 prediction = predict(request(model, tokens, machine.world, [*own, *extra, *words]), machine)
             except ConfigError:
-                if sp in (None, 1):
+                if sp in (None, widths[-1]):
                     raise
                 break  # more ranks than this model's heads take
             if prediction.fits:

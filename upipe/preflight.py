@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from upipe import kernels, models
+from upipe import kernels, models, ring
 from upipe.schedule import HeadSchedule
 
 
@@ -28,14 +28,29 @@ def check_arguments(model, config, config_class: type) -> None:
         raise PreflightError(f"config is {config!r}: give upipe.{config_class.__name__}(sp_size=..., ...)")
 
 
-def check_groups(sp_size: int) -> None:
-    """The sequence-parallel size against the world."""
-    if not isinstance(sp_size, int) or isinstance(sp_size, bool) or sp_size < 1:
-        raise PreflightError(f"sp_size={sp_size!r} must be a positive integer")
+def check_groups(sp_size: int, ring_degree: int = 1, node: int | None = None) -> None:
+    """The sequence-parallel size and its factors against the world and its nodes of so many ranks, where that is known."""
+    for name, value in (("sp_size", sp_size), ("ring_degree", ring_degree)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise PreflightError(f"{name}={value!r} must be a positive integer")
     world = dist.get_world_size()
     if world % sp_size:
         works = [n for n in range(1, world + 1) if world % n == 0]
         raise PreflightError(f"sp_size={sp_size} does not divide the world of {world} processes: use one of {works}")
+    check_ring_degree(sp_size, ring_degree, node)
+
+
+def check_ring_degree(sp_size: int, ring_degree: int, node: int | None) -> None:
+    """Whether it divides sp_size, and leaves Ulysses groups that lie inside a node of so many ranks."""
+    factors = [n for n in range(1, sp_size + 1) if sp_size % n == 0]
+    works = [n for n in factors if n == 1 or node is None or node % (sp_size // n) == 0]
+    if ring_degree not in factors:
+        raise PreflightError(f"ring_degree={ring_degree} does not divide sp_size={sp_size}: use one of {works}")
+    if ring_degree not in works:
+        raise PreflightError(
+            f"ring_degree={ring_degree} with sp_size={sp_size} makes Ulysses groups of {sp_size // ring_degree} ranks, which would cross "
+            f"nodes of {node}: use ring_degree one of {works}"
+        )
 
 
 def check_schedule(heads: int, kv_heads: int, sp_size: int, heads_per_stage: int | str | None) -> HeadSchedule:
@@ -50,12 +65,17 @@ def check_kernel_name(name: str) -> None:
         raise PreflightError(f"kernel={name!r} is unknown: use auto, {kernels.described()}")
 
 
-def check_kernel(name: str, case: kernels.Case) -> kernels.Kernel:
-    """The kernel to run a case with; see `kernels.select`."""
+def check_kernel(name: str, case: kernels.Case, ring_degree: int = 1) -> kernels.Kernel:
+    """The kernel to run a case with, on a ring of so many if more than one; see `kernels.select` and `ring.full_of`."""
+    if ring_degree > 1 and case.window:
+        raise PreflightError(f"ring_degree={ring_degree} with a sliding window: a ring serves none; use ring_degree=1")
     try:
-        return kernels.select(name, case)
+        kernel = kernels.select(name, case)
+        if ring_degree > 1:
+            ring.full_of(kernel)
     except ValueError as error:
         raise PreflightError(str(error)) from None
+    return kernel
 
 
 def check_modes(config) -> None:
@@ -131,14 +151,36 @@ def check_hooks(name: str, module: nn.Module, architecture: models.Architecture)
             )
 
 
-def check_kernel_for(name: str, module: nn.Module, architecture: models.Architecture) -> None:
-    """A kernel asked for by name against this machine and layer, as far as they are known before the first step."""
-    if name == "auto":
+def check_kernel_for(name: str, module: nn.Module, architecture: models.Architecture, ring_degree: int = 1) -> None:
+    """A kernel asked for by name, and a ring, against this machine and layer, as far as they are known before the first step."""
+    if name == "auto" and (ring_degree == 1 or architecture.window(module) is None):
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     capability = torch.cuda.get_device_capability() if device == "cuda" else (0, 0)
     masks = architecture.window(module) is not None, architecture.softcap_of(module) is not None
-    check_kernel(name, kernels.Case(device, capability, torch.bfloat16, module.head_dim, *masks))
+    check_kernel(name, kernels.Case(device, capability, torch.bfloat16, module.head_dim, *masks), ring_degree)
+
+
+def check_local_tokens(tokens: int, ulysses_degree: int, ring_degree: int) -> None:
+    """A rank's tokens: those of a ring rank are two runs."""
+    if ring_degree > 1 and tokens * ulysses_degree % 2:
+        raise PreflightError(
+            f"shards of {tokens} tokens on ring_degree={ring_degree} x {ulysses_degree} Ulysses ranks: the "
+            f"{tokens * ulysses_degree} tokens of a ring rank must be two equal runs; handle.shard pads and cuts them"
+        )
+
+
+def check_zigzag(positions: torch.Tensor, offsets: kernels.Offsets, ring_degree: int) -> None:
+    """Positions [B, S] of a sequence, put in order as its ring has it: shards in another order look like documents that begin in
+    their middle, each where a run begins."""
+    run = positions.shape[1] // (2 * ring_degree)
+    for row, starts in enumerate(offsets):
+        for start in starts[1:-1]:
+            if start % run == 0 and int(positions[row, start]) != 0:
+                raise PreflightError(
+                    f"position_ids of row {row} jump to {int(positions[row, start])} at token {start}, where a run of the ring begins: "
+                    f"with ring_degree={ring_degree} shards are in zigzag order (upipe.zigzag.shards); handle.shard cuts them so"
+                )
 
 
 def check_local_shapes(shapes: list[list[int]]) -> None:

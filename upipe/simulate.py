@@ -6,7 +6,8 @@
 A Hugging Face model of shapes alone gets the run's own parts (`apply_tiling`, `upipe.apply`, `apply_fused_layers`,
 `apply_checkpointing`). One layer then runs forward, the loss runs forward and backward, and the layer is recomputed and
 differentiated; `upipe.live` follows every storage. Exchanges and host copies do nothing, and the attention kernel holds
-what was measured of it (`Kernel.backward_bytes`). Ring parallelism is not simulated.
+what was measured of it (`Kernel.backward_bytes`). With a ring its first and its last rank run, which differ in what comes to
+them, and the higher counts.
 
 `Peaks` are of three phases, in bytes at several numbers of local tokens. Between those, and beyond, they are read off
 straight lines: every tensor is linear in the tokens, or one tile, or one weight's gradient. Counted are the layer's input,
@@ -32,13 +33,13 @@ from unittest import mock
 
 import torch
 
-from upipe import block, kernels, layer, loss, preflight, tiled, workspace
+from upipe import block, kernels, layer, loss, preflight, ring, tiled, workspace
 from upipe.apply import Sharding, UPipeConfig
 from upipe.block import checkpoint_contexts
 from upipe.build import ModelConfig, enable_checkpointing, hf_config
 from upipe.config import ConfigError
 from upipe.layer import FusedLayersConfig, apply_fused_layers, layer_contexts
-from upipe.live import LiveStorages, SimulatedAttention
+from upipe.live import LiveStorages, SimulatedAttention, SimulatedRing
 from upipe.offload import CheckpointConfig, apply_checkpointing
 from upipe.tiled import TilingConfig, apply_tiling
 
@@ -49,7 +50,7 @@ CACHE = Path(__file__).with_name("plan_layers.json")
 LENGTHS = (4096, 16384, 65536, 262144, 393216)
 """Local tokens. The last two are long enough for no tile or weight's gradient to be in the way of the slope."""
 PHASES = ("forward", "loss", "backward", "saved")
-SOURCES = ("block", "kernels", "layer", "live", "loss", "offload", "rotary", "schedule", "simulate", "tiled", "workspace")
+SOURCES = ("block", "kernels", "layer", "live", "loss", "offload", "ring", "rotary", "schedule", "simulate", "tiled", "workspace", "zigzag")
 _NOT_SHAPE = (
     "num_hidden_layers", "max_position_embeddings", "_name_or_path", "transformers_version", "dtype", "architectures", "rope_parameters",
     "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "layer_types", "max_window_layers",
@@ -64,7 +65,7 @@ class Case:
 
     Args:
         shape: the Hugging Face configuration without what changes no layer, as JSON with sorted keys; see `shape_of`.
-        ranks: P. heads_per_stage: U, None for P.
+        ranks: P. heads_per_stage: U, None for P. ring: R, ring ranks of P each.
         checkpointing: "none"; "model", transformers' non-reentrant one; "own", `upipe.offload`'s.
         rows: sequences of a micro-batch. The others are those of `UPipeConfig`, `TilingConfig` and `MemoryConfig`.
     """
@@ -85,11 +86,14 @@ class Case:
     checkpointing: str = "own"
     rows: int = 1
     dtype: str = "bf16"
+    ring: int = 1
 
     @property
     def key(self) -> str:
-        """A name for the cache: settings in words, the shape by its digest."""
+        """A name for the cache: settings in words, the shape by its digest; a ring where there is one."""
         values = dataclasses.asdict(self) | {"shape": digest(self.shape)}
+        if self.ring == 1:
+            del values["ring"]
         return " ".join(f"{name}={value}" for name, value in values.items())
 
 
@@ -146,10 +150,11 @@ def code_digest() -> str:
 class _Ranks:
     """Stands for the groups of P ranks, of which this is the first."""
 
-    def __init__(self, sp_size: int) -> None:
+    def __init__(self, sp_size: int, ring_degree: int = 1) -> None:
         self.sp_size, self.world_size, self.dp_size = sp_size, sp_size, 1
-        self.sp_rank = self.dp_rank = 0
-        self.sp_group = self.model_group = self.world_group = None
+        self.ring_size, self.ulysses_size = ring_degree, sp_size // ring_degree
+        self.sp_rank = self.dp_rank = self.ring_rank = self.ulysses_rank = 0
+        self.sp_group = self.ulysses_group = self.ring_group = self.model_group = self.world_group = None
 
     def destroy(self) -> None:
         pass
@@ -190,8 +195,9 @@ class _Unmeasured:
     def __init__(self, of: kernels.Kernel) -> None:
         self.name, self.writes_gradients, self.dq_over_out = of.name, of.writes_gradients, of.dq_over_out
 
-    def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
-        return tokens * head_dim * (6 * heads + 4 * kv_heads + (4 * heads if heads > kv_heads else 0)) + 4 * tokens * heads
+    def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int, keys: int | None = None) -> int:
+        of_keys = 4 * kv_heads + (4 * heads if heads > kv_heads else 0)
+        return head_dim * (6 * heads * tokens + of_keys * (keys or tokens)) + 4 * tokens * heads
 
 
 def simulated_kernel(name: str) -> SimulatedAttention:
@@ -211,9 +217,12 @@ def _add_nothing(total, a, b) -> None:
 
 
 @contextlib.contextmanager
-def without_a_device(case: Case, host: _Host):
+def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
     """Other ranks, host memory and the GPU's own operators are not there: what stands for them allocates what they do."""
     kernel = simulated_kernel(case.kernel)
+    if case.ring > 1:
+        ring.full_of(next(k for k in kernels.KERNELS if k.name == case.kernel))
+        kernel = ring.RingAttention(kernel, SimulatedRing(ring_rank, case.ring), full=kernel)
 
     def wide(a, b):
         return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=loss.wide_dtype(a.dtype))
@@ -221,11 +230,15 @@ def without_a_device(case: Case, host: _Host):
     def norm_backward(g, dn, source, weight, eps, total, plain=layer._LayerRun._add_norm_backward):
         plain(*(t[: layer.NORM_ROWS] for t in (g, dn, source)), weight, eps, total)
 
+    def merge(out, lse, part, part_lse, plain=ring.merge_):
+        rows = slice(0, max(1, ring.MERGE_TILE // out[:, 0].numel()))
+        plain(out[:, rows], lse[:, :, rows], part[:, rows], part_lse[:, :, rows])
+
     patches = [
         mock.patch.object(apply_module, "init_distributed", lambda: None),
         mock.patch.object(apply_module, "SequenceParallelGroups", _Ranks),
         # The meta device knows no autocast.
-        mock.patch.multiple(preflight, check_groups=lambda sp_size: None, check_autocast=lambda device: None),
+        mock.patch.multiple(preflight, check_groups=lambda sp_size, ring_degree, node: None, check_autocast=lambda device: None),
         mock.patch.multiple(Sharding, kernel=lambda self, c: kernel, offsets=lambda self, positions, batch: None),
         mock.patch.object(block, "exchange", _exchange),
         mock.patch.object(workspace, "_workspaces", {}),
@@ -238,6 +251,7 @@ def without_a_device(case: Case, host: _Host):
         mock.patch.multiple(loss, product=wide, add_product=_add_nothing),
         mock.patch.object(tiled, "add_product", _add_nothing),
         # One of the equal turns of a loop over rows.
+        mock.patch.object(ring, "merge_", merge),
         mock.patch.multiple(layer, add_product=_add_nothing, _normed=lambda rows, weight, eps: torch.empty_like(rows)),
         mock.patch.object(layer._LayerRun, "_add_norm_backward", staticmethod(norm_backward)),
     ]
@@ -291,14 +305,22 @@ def simulate(case: Case, lengths: tuple[int, ...] = LENGTHS) -> Peaks:
 
 
 def _peaks(case: Case, tokens: int) -> dict[str, int]:
+    found = [_ring_rank_peaks(case, tokens, rank) for rank in sorted({0, case.ring - 1})]
+    return {phase: max(peaks[phase] for peaks in found) for phase in found[0]}
+
+
+def _ring_rank_peaks(case: Case, tokens: int, ring_rank: int) -> dict[str, int]:
     host = _Host()
-    with without_a_device(case, host):
+    with without_a_device(case, host, ring_rank):
         model = _model(case)
         if case.mlp_tokens or case.norm_tokens or case.loss_tokens:
             apply_tiling(model, TilingConfig(case.mlp_tokens, case.norm_tokens, case.loss_tokens, case.fp32_grads, case.reuse_grad))
         handle = apply_module.apply(
             model,
-            UPipeConfig(case.ranks, case.heads_per_stage, attention_output=case.attention_output, overlap=case.overlap, dx=case.dx),
+            UPipeConfig(
+                case.ranks * case.ring, case.heads_per_stage, ring_degree=case.ring, attention_output=case.attention_output,
+                overlap=case.overlap, dx=case.dx,
+            ),
         )
         if case.fused:
             apply_fused_layers(model, handle, FusedLayersConfig(case.mlp_tokens or FusedLayersConfig.mlp_tokens, case.reuse_grad))

@@ -31,7 +31,7 @@ from upipe import checkpoint, memory, memory_report
 from upipe.apply import UPipeConfig
 from upipe.build import ModelConfig, build_model, build_partitioned_model, longest_served, model_sizes, wants_zero_init
 from upipe.check import CheckResult, self_check
-from upipe.comm import init_distributed
+from upipe.comm import init_distributed, node_ranks
 from upipe.config import ConfigError, to_mapping
 from upipe.data import DataConfig, EpochBatches, EvaluationBatches, build_data, build_tokenizer, stack
 from upipe.environment import host_gib
@@ -117,7 +117,7 @@ class Trainer:
             config.data.tokens,
             sizes,
             world=world,
-            local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+            local_ranks=node_ranks() or world,
             device_bytes=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if self.cuda else None,
             host_bytes=int(host_gib() * 2**30),
         )
@@ -163,7 +163,7 @@ class Trainer:
             f"model   {type(self.model).__name__}, {self.parameters / 1e6:.2f} M parameters, "
             f"{model.num_hidden_layers} layers, {heads}",
             f"data    {self.data.note}",
-            f"ranks   {dist.get_world_size()} = sp {self.handle.sp_size} x dp {self.handle.dp_size}, "
+            f"ranks   {dist.get_world_size()} = sp {self.handle.mesh} x dp {self.handle.dp_size}, "
             f"on {self.handle.device.type}, {train.dtype}, ZeRO-{train.zero_stage}",
             f"memory  {self.stack.plan.describe()}",
             f"steps   {train.steps} of {self.step_tokens} tokens; an epoch is {self.batches.per_epoch / train.accumulation:g}",

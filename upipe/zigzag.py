@@ -6,7 +6,7 @@ Symbols: S tokens, R ring ranks, P Ulysses ranks, L local tokens, C tokens of a 
 A sequence is padded at its end to R*P*L tokens, L the least that fits and, with R > 1, makes P*L even. Cut into 2R equal
 runs of C = P*L/2, ring rank r has runs r and 2R-1-r, in that order: P*L tokens, of which Ulysses rank p has the p-th L. So
 after a Ulysses gather each ring rank holds its two runs and nothing else, and causal attention is the same work for all.
-With R = 1 these are the shards of `layout`. Padding is as there: label -100, positions that go on, seen by no real token.
+With R = 1 shards are contiguous. Padding has label -100 and the positions that follow, so that no real token sees it.
 
 Zigzag order: zhuzilin/ring-flash-attention and Llama 3 (arXiv 2407.21783, section 3.3.2), there without Ulysses inside.
 """
