@@ -9,6 +9,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 import upipe
 from tests.plain import assert_close, data_of, plain_step, tiny_model
+from upipe.methods import apply_method
 
 
 def ds_config(stage, accumulation=1, clip=0.0, bf16=False, **zero):
@@ -24,11 +25,12 @@ def ds_config(stage, accumulation=1, clip=0.0, bf16=False, **zero):
 
 
 @contextmanager
-def sharded(model, sp_size, stage=0, heads_per_stage=None, accumulation=1, checkpointing=None, lr=0.1, config=None, kernel="auto"):
+def sharded(model, sp_size, stage=0, heads_per_stage=None, accumulation=1, checkpointing=None, lr=0.1, config=None, kernel="auto",
+            method="upipe"):
     """(handle, engine) of a plain model, taken down at the end. checkpointing: None, "non-reentrant" or "reentrant"."""
     config = config or ds_config(stage, accumulation)
-    handle = upipe.apply(model, upipe.UPipeConfig(sp_size=sp_size, heads_per_stage=heads_per_stage, kernel=kernel),
-                         ds_config=config)
+    handle = apply_method(model, method, upipe.UPipeConfig(sp_size=sp_size, heads_per_stage=heads_per_stage, kernel=kernel),
+                          ds_config=config)
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"})
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr), config=config,
@@ -71,7 +73,7 @@ def sharded_logits(handle, engine, batch):
     """[B, S padded, V] logits of the sequence-parallel group's batch, from a forward without gradients."""
     with torch.no_grad():
         local = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-    return gathered(local, handle.sp_group)
+    return handle.gather(local)
 
 
 def window(handle, engine, batches, accumulation=None, step=False):

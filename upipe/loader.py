@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 import torch
@@ -108,18 +108,25 @@ def _check_mask(mask: torch.Tensor, targets: torch.Tensor) -> None:
         raise PreflightError(f"row {row} has labels on padding (attention_mask 0): set labels to -100 there")
 
 
-def shard_batch(batch: dict[str, torch.Tensor], sp_size: int, sp_rank: int) -> dict[str, torch.Tensor]:
-    """This rank's [B, L] of a prepared batch. Padding: token 0, label -100, positions that go on."""
-    B, S = batch["input_ids"].shape
-    extra, part = layout.padding(S, sp_size), layout.shard(S, sp_size, sp_rank)
-    local = {}
+def padded(batch: dict[str, torch.Tensor], extra: int) -> dict[str, torch.Tensor]:
+    """A prepared batch with so many more tokens at the end of each row: token 0, label -100, positions that go on."""
+    if not extra:
+        return batch
+    longer = {}
     for key, value in batch.items():
-        if extra and key == "position_ids":
-            value = torch.cat((value, value[:, -1:] + torch.arange(1, extra + 1, device=value.device)), dim=1)
-        elif extra:
-            value = torch.nn.functional.pad(value, (0, extra), value=IGNORE if key == "shift_labels" else 0)
-        local[key] = value[:, part].contiguous()
-    return local
+        if key == "position_ids":
+            more = torch.arange(1, extra + 1, device=value.device)
+            longer[key] = torch.cat((value, value[:, -1:] + more), dim=1)
+        else:
+            longer[key] = torch.nn.functional.pad(value, (0, extra), value=IGNORE if key == "shift_labels" else 0)
+    return longer
+
+
+def shard_batch(batch: dict[str, torch.Tensor], sp_size: int, sp_rank: int) -> dict[str, torch.Tensor]:
+    """This rank's [B, L] of a prepared batch, padded (`padded`)."""
+    S = batch["input_ids"].shape[1]
+    part = layout.shard(S, sp_size, sp_rank)
+    return {key: value[:, part].contiguous() for key, value in padded(batch, layout.padding(S, sp_size)).items()}
 
 
 class ShardedLoader:
@@ -130,18 +137,21 @@ class ShardedLoader:
     num_valid (0-d int64: valid tokens of the window over all ranks), accumulation and sp_size (int). Iteration ends on every
     rank when one of them has no whole window left; what is left over is dropped with a warning.
 
+    Args:
+        cut: this rank's shard of a prepared batch, as `shard_batch`, which gives contiguous ones.
+
     Raises:
         PreflightError: ranks of a sequence-parallel group were given different batches, or a batch is refused.
     """
 
     def __init__(
         self, loader: Iterable[dict], groups: SequenceParallelGroups, device: torch.device, accumulation: int = 1,
-        vocabulary: int | None = None,
+        vocabulary: int | None = None, cut: Callable[[dict[str, torch.Tensor], int, int], dict[str, torch.Tensor]] = shard_batch,
     ) -> None:
         if not isinstance(accumulation, int) or accumulation < 1:
             raise PreflightError(f"accumulation={accumulation!r} must be a positive integer")
         self.loader, self.groups, self.device, self.accumulation = loader, groups, device, accumulation
-        self.vocabulary = vocabulary
+        self.vocabulary, self.cut = vocabulary, cut
 
     def __len__(self) -> int:
         return len(self.loader) // self.accumulation * self.accumulation
@@ -168,7 +178,7 @@ class ShardedLoader:
                 return
             num_valid = torch.tensor(counts, device=self.device)
             for batch in window:
-                local = shard_batch(batch, self.groups.sp_size, self.groups.sp_rank)
+                local = self.cut(batch, self.groups.sp_size, self.groups.sp_rank)
                 local = {key: value.to(self.device, non_blocking=True) for key, value in local.items()}
                 yield {**local, "num_valid": num_valid, "accumulation": self.accumulation, "sp_size": self.groups.sp_size}
 
