@@ -1,4 +1,4 @@
-"""A point of kind `train`: optimizer steps of a model under DeepSpeed with UPipe, timed one by one.
+"""A point of kind `train`: optimizer steps of a model under DeepSpeed with UPipe or a baseline, timed one by one.
 
 Weights and tokens are random, from the seed; every step has new tokens. The model, optimizer and DeepSpeed
 configuration are those of `upipe train`. A step is timed from a barrier to a device synchronisation: forward and
@@ -29,6 +29,8 @@ from upipe.build import ModelConfig, build_model, build_partitioned_model, hf_co
 from upipe.config import ConfigError, Length
 from upipe.environment import host_gib
 from upipe.memory import MemoryConfig, Stack
+from upipe.methods import config as methods
+from upipe.methods.ulysses import check_heads
 from upipe.preflight import PreflightError, check_schedule
 from upipe.records import Record, tokens_per_step, unit_gib
 from upipe.trainer import TrainConfig, build_optimizer, deepspeed_config
@@ -50,7 +52,7 @@ class Point:
     model: ModelConfig
     tokens: Length
     processes: int
-    method: Literal["upipe"] = "upipe"
+    method: methods.Name = "upipe"
     device: Literal["cuda", "cpu"] = "cuda"
     untimed_steps: int = 1
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -76,16 +78,20 @@ class Point:
 def record(point: Point) -> Record:
     """What is known of a point before it runs."""
     shape, sp = _shape(point.model), point.upipe.sp_size
-    U = point.upipe.heads_per_stage
+    U = {None: sp, "auto": None}.get(point.upipe.heads_per_stage, point.upipe.heads_per_stage)
+    ours, fits = point.method == "upipe", sp > 0 and point.processes % sp == 0
+    ring, ulysses = methods.of(point.method).degrees(sp) if fits else (1, sp)
     return Record(
         method=point.method, model=point.model_name, layers=shape.num_hidden_layers, tokens=point.tokens,
-        sp=sp, ring=1, dp=point.processes // sp if sp > 0 and point.processes % sp == 0 else None, zero=point.train.zero_stage,
-        heads_per_stage={None: sp, "auto": None}.get(U, U), kernel=None if point.upipe.kernel == "auto" else point.upipe.kernel,
-        attention_output=point.upipe.attention_output, overlap=point.upipe.overlap, dx=DX[point.upipe.dx],
+        sp=ulysses, ring=ring, dp=point.processes // sp if fits else None, zero=point.train.zero_stage,
+        heads_per_stage=U if ours else None, kernel=None if point.upipe.kernel == "auto" else point.upipe.kernel,
+        attention_output=point.upipe.attention_output, overlap=point.upipe.overlap if ours else None,
+        dx=DX[point.upipe.dx] if ours else None,
         keep_layers_on_gpu=None, offload=None if point.memory.offload == "auto" else point.memory.offload,
         tile_tokens=point.memory.mlp_tokens, dtype=DTYPES[point.train.dtype], warmup_steps=point.untimed_steps,
         extra={
-            "scope": "model", "device": point.device, "processes": point.processes, "hidden_size": shape.hidden_size,
+            "scope": "model", "method_form": methods.FORMS[point.method], "device": point.device,
+            "processes": point.processes, "hidden_size": shape.hidden_size,
             "heads": shape.num_attention_heads, "kv_heads": shape.num_key_value_heads,
             "micro_batch_size": point.train.micro_batch_size, "accumulation": point.train.accumulation,
             "checkpointing": point.model.checkpointing, "memory": dataclasses.asdict(point.memory),
@@ -100,9 +106,12 @@ def verdict(point: Point) -> str:
     if sp < 1 or point.processes % sp:
         works = [n for n in range(1, point.processes + 1) if point.processes % n == 0]
         return f"refused: sp_size={sp} does not divide the {point.processes} processes: use one of {works}"
+    heads = shape.num_attention_heads, shape.num_key_value_heads
     try:
-        check_schedule(shape.num_attention_heads, shape.num_key_value_heads, sp, point.upipe.heads_per_stage)
-    except PreflightError as error:
+        check_schedule(*heads, sp, point.upipe.heads_per_stage)
+        if point.method == "ulysses":
+            check_heads(*heads, sp)
+    except ValueError as error:
         return f"refused: {error}"
     return "ok"
 
@@ -136,7 +145,7 @@ def run(point: Point) -> Record:
     else:
         model = build_model(described, seed=point.train.seed)
     vocabulary = model.config.vocab_size
-    stack = memory.apply_stack(model, plan, point.upipe, ds_config)
+    stack = memory.apply_stack(model, plan, point.upipe, ds_config, point.method)
     handle = stack.handle
     _check_kernel(point, model, handle.device)
     engine = _engine(model, ds_config, handle, point.train, cuda)

@@ -354,6 +354,8 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
     kept: use results in plan_layers.json; False simulates anew.
     """
     sp, world, tokens = run.upipe.sp_size, machine.world, run.data.tokens
+    if run.method.name != "upipe":
+        raise ConfigError(f"method={run.method.name}: only method=upipe is simulated; plan with it, and leave method out")
     if getattr(run.upipe, "ring_size", 1) != 1:
         raise ConfigError(f"upipe.ring_size={run.upipe.ring_size}: ring parallelism is not simulated yet; plan with ring_size=1")
     if sp < 1 or world % sp:

@@ -18,6 +18,7 @@ from upipe.apply import Handle, Sharding, UPipeConfig, apply, check_unpatched, p
 from upipe.comm import SequenceParallelGroups, init_distributed
 from upipe.kernels import Case, Kernel
 from upipe.loader import ShardedLoader, padded
+from upipe.methods import config as methods
 from upipe.methods import core, fpdt, native, projection, ulysses
 from upipe.methods.config import FORMS, MethodConfig
 from upipe.methods.layouts import Layout
@@ -233,7 +234,7 @@ def apply_method(
         PreflightError: before anything is changed, naming the values and what would work.
     """
     try:
-        method = MethodConfig(method) if isinstance(method, str) else method
+        method = methods.of(method)
     except ValueError as error:
         raise PreflightError(f"method: {error}") from None
     if method.name == "upipe":

@@ -56,6 +56,11 @@ class MethodConfig:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{field}={value!r} must be a positive integer")
 
+    @classmethod
+    def section(cls, value: Any) -> Any:
+        """`method: ring` as the section it stands for; `config.convert` asks."""
+        return {"name": value} if isinstance(value, str) else value
+
     def degrees(self, sp_size: int) -> tuple[int, int]:
         """(R, P) of so many ranks that share a sequence. Raises ValueError, naming what works."""
         works = [n for n in range(1, sp_size + 1) if sp_size % n == 0]
@@ -87,9 +92,24 @@ class MethodConfig:
         return Zigzag(ring, ulysses) if ring > 1 else Contiguous(sp_size)
 
 
-def as_section(value: Any) -> Any:
-    """`method: ring` as the section it stands for."""
-    return {"name": value} if isinstance(value, str) else value
+def of(method: MethodConfig | str) -> MethodConfig:
+    """Settings from a name; settings as they are. Raises ValueError."""
+    return MethodConfig(method) if isinstance(method, str) else method
+
+
+def name_in(mapping: dict[str, Any]) -> Any:
+    """The method's name in a configuration's mapping."""
+    section = MethodConfig.section(mapping.get("method", {}))
+    return section.get("name", "upipe") if isinstance(section, dict) else None
+
+
+def host_bytes(method: MethodConfig, rows: int, width: int, heads: int, itemsize: int) -> int:
+    """The most that one attention call keeps on the host, of one rank: fpdt's q, k, v, result and gradient, log-sum-exp and fp32 dq.
+
+    Args:
+        rows: local tokens of the batch. width: H*d. heads: H.
+    """
+    return rows * (width * (5 * itemsize + 4) + heads * 4) if method.name == "fpdt" else 0
 
 
 def check(method: MethodConfig, upipe: Any, memory: Any) -> None:
@@ -101,7 +121,8 @@ def check(method: MethodConfig, upipe: Any, memory: Any) -> None:
     Raises:
         ValueError: naming the values and what would work.
     """
-    method.layout(upipe.sp_size)
+    if upipe.sp_size >= 1:
+        method.layout(upipe.sp_size)
     if method.name == "upipe":
         return
     default = type(upipe)()
