@@ -17,6 +17,7 @@ from upipe import kernels, models, preflight
 from upipe.apply import Handle, Sharding, UPipeConfig, apply, check_unpatched, patch, refuse_inputs
 from upipe.comm import SequenceParallelGroups, init_distributed
 from upipe.kernels import Case, Kernel
+from upipe.live import SimulatedAttention
 from upipe.loader import ShardedLoader, padded
 from upipe.methods import config as methods
 from upipe.methods import core, fpdt, native, projection, ulysses
@@ -101,8 +102,9 @@ class MethodSharding(Sharding):
         if self.method.name == "fpdt":
             return self._fpdt(module, architecture, hidden, cos, sin, base, offsets, softcap).flatten(2)
         q, k, v = projection.by_modules(module, architecture, hidden, cos, sin)
-        if self._native is not None:
+        if self._native is not None and not isinstance(base, SimulatedAttention):
             check_native_data(offsets)
+            native.check_kernel(base.name)
             return self._native.attend(q, k, v, base.name, module.scaling).flatten(2)
         if self.method.name == "ulysses":
             self._masks = offsets, window, softcap
@@ -204,6 +206,15 @@ class MethodHandle(Handle):
         return ShardedLoader(
             loader, self.mpu, self.device, accumulation, preflight.vocabulary(self.model), self._sharding.shard_batch
         )
+
+    def moved(self) -> dict[str, int]:
+        """Bytes that attention copied to the host and back since the last call of this, and held there at most (fpdt)."""
+        streams = self._sharding._streams
+        if streams is None:
+            return {"bytes_to_host": 0, "bytes_to_device": 0, "held": 0}
+        told = {"bytes_to_host": streams.bytes_to_host, "bytes_to_device": streams.bytes_to_device, "held": streams.most}
+        streams.start()
+        return told
 
     def report(self) -> str:
         """What was patched, what runs, the kernels, and what else of the memory stack is on the model."""

@@ -38,11 +38,21 @@ class Fetched:
 
 
 class Streams:
-    """One stream each way of a GPU; none on the CPU."""
+    """One stream each way of a GPU, none on the CPU; and what went over them.
+
+    Attributes:
+        bytes_to_host, bytes_to_device: copied since `start`.
+        held, most: bytes on shelves now, and at most since then.
+    """
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self.out, self.back = (torch.cuda.Stream(device) if cuda else None for _ in range(2))
+        self.held = 0
+        self.start()
+
+    def start(self) -> None:
+        self.bytes_to_host, self.bytes_to_device, self.most = 0, 0, self.held
 
 
 class Shelf:
@@ -51,14 +61,10 @@ class Shelf:
     Args:
         device: of the tensors.
         streams: shared by the shelves of a model.
-
-    Attributes:
-        bytes_to_host, bytes_to_device: copied so far.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self.device, self.streams = device, streams
-        self.bytes_to_host = self.bytes_to_device = 0
         self._kept: list[Kept] = []
 
     def keep(self, tensor: torch.Tensor, over: Kept | None = None) -> Kept:
@@ -67,7 +73,9 @@ class Shelf:
         if kept is None:
             kept = Kept(host.pool().take(tensor.shape, tensor.dtype, pinned=self.device.type == "cuda"))
             self._kept.append(kept)
-        self.bytes_to_host += tensor.nbytes
+            self.streams.held += tensor.nbytes
+            self.streams.most = max(self.streams.most, self.streams.held)
+        self.streams.bytes_to_host += tensor.nbytes
         if self.streams.out is None:
             kept.memory.copy_(tensor)
             return kept
@@ -82,7 +90,7 @@ class Shelf:
 
     def fetch(self, kept: Kept) -> Fetched:
         """Begin a copy back."""
-        self.bytes_to_device += kept.memory.nbytes
+        self.streams.bytes_to_device += kept.memory.nbytes
         if self.streams.back is None:
             return Fetched(kept.memory.clone(), None)
         with torch.cuda.stream(self.streams.back):
@@ -100,7 +108,9 @@ class Shelf:
             self.streams.out.synchronize()
             self.streams.back.synchronize()
         while self._kept:
-            host.pool().give(self._kept.pop().memory)
+            memory = self._kept.pop().memory
+            self.streams.held -= memory.nbytes
+            host.pool().give(memory)
 
     def __del__(self) -> None:
         self.close()
