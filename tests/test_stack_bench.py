@@ -63,17 +63,18 @@ def test_settings_are_written_as_they_are_read():
     assert Setting.parse("plain:checkpoint=off").offload == "none"
     for text in (
         *SETTINGS, "plain:checkpoint=off,tiles=off,loss=hf", "ulysses:tiles=loss", "alst:offload=none,tiles=off",
-        "upipe:layer=fused",
+        "upipe:layer=fused", "ring", "usp:ring=2", "fpdt:chunk=4096,tiles=off", "native:offload=none", "ulysses:rope=model",
         *(rung.setting for preset in ladder.PRESETS.values() for rung in preset.rungs),
     ):
         setting = Setting.parse(text)
         assert Setting.parse(str(setting)) == setting
     for text, says in (
-        ("fsdp", "alst, ulysses, plain, upipe"), ("alst:U=4", "none of"), ("upipe:host=x", "host"),
+        ("fsdp", "alst, plain, upipe, ulysses, ring"), ("alst:U=4", "none of"), ("upipe:host=x", "host"),
         ("upipe:overlap=maybe", "on|off"),
         ("upipe:device=3", "device"), ("upipe:host,checkpoint=off", "checkpoint=on"),
         ("upipe:checkpoint=off,offload=pinned", "checkpoint=on"),
         ("alst:offload=pageable", "pinned|none"), ("alst:tiles=loss", "on|off"), ("ulysses:host", "none of"),
+        ("ring:ring=2", "none of"), ("fpdt:chunk=x", "TOKENS"), ("native:rope=model", "none of"),
         ("upipe:layer=fused,dx=bf16", "dx=gemm"), ("upipe:offload=disk", "none|pinned|pageable"),
     ):
         with pytest.raises(ConfigError, match=says.replace("|", r"\|")):
@@ -264,7 +265,7 @@ def test_ratios_and_disagreements():
 
 def test_refusals(tmp_path, capsys):
     for main, arguments, says in (
-        (stack.main, ["--rounds", "0"], "at least 1"), (stack.main, ["--settings", "fsdp"], "alst, ulysses"),
+        (stack.main, ["--rounds", "0"], "at least 1"), (stack.main, ["--settings", "fsdp"], "alst, plain"),
         (stack.main, ["--settings", "upipe", "upipe:device"], "twice"), (stack.main, ["--tokens", "many"], "many"),
         (stack.main, ["--show", "--results", str(tmp_path)], "no records"),
         (ladder.main, ["--preset", "trl", "--rungs", "+ magic"], "plain loss"),
