@@ -63,12 +63,14 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, native: Native, kernel: str, scale: float, enabled: bool):
         needed = enabled and any(ctx.needs_input_grad)
-        inner = [t.detach().transpose(1, 2).contiguous().requires_grad_(needed) for t in (q, k, v)]
-        with native.on(q, kernel), torch.set_grad_enabled(needed):
+        # With gradients in any case: only then do torch's kernels answer with the log-sum-exp that results are merged by.
+        inner = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v)]
+        with native.on(q, kernel), torch.enable_grad():
             out = torch.nn.functional.scaled_dot_product_attention(
                 *inner, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
             )
-        ctx.native, ctx.kernel, ctx.inner, ctx.out = native, kernel, inner, out if needed else None
+        ctx.native, ctx.kernel = native, kernel
+        ctx.inner, ctx.out = (inner, out) if needed else (None, None)
         return out.detach().transpose(1, 2)
 
     @staticmethod
