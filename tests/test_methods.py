@@ -2,7 +2,14 @@
 
 Real gloo ranks in a world of 4, those that share no sequence data-parallel with different data. The cases cover every pair of
 values of every two factors a method has; a few of them run by default.
+
+On GPUs: `torchrun --standalone --nproc_per_node N -m tests.test_methods` runs every method in bf16 over all of them, beside the
+unsharded model.
 """
+
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -311,3 +318,66 @@ def test_native_takes_no_packed_documents():
     check_native_data(None)
     with pytest.raises(PreflightError, match="one document a row"):
         check_native_data(((0, 3, 8),))
+
+
+# GPUs
+
+
+def gpu_model(dtype, attn="sdpa"):
+    return tiny_model("llama", 8, 2, attn=attn, dtype=dtype, hidden=256, head_dim=64, max_position_embeddings=8192).cuda()
+
+
+def whole_gradients(dtype, ids):
+    model = gpu_model(dtype)
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+    return {name: p.grad.float() for name, p in model.named_parameters()}
+
+
+def pooled(got, want):
+    """Relative error of all gradients together, each weighing the same."""
+    return float(torch.stack([(got[name] - g).norm() / g.norm() for name, g in want.items()]).square().mean().sqrt())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_methods_on_gpus():
+    count = str(min(torch.cuda.device_count(), 4))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, "-m", "tests.test_methods"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=590)
+    assert done.returncode == 0 and "PASS" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    upipe.init_distributed()
+    N = dist.get_world_size()
+    ids = torch.randint(3, 61, (1, 512 * N), generator=torch.Generator().manual_seed(0)).cuda()
+    want = whole_gradients(torch.float32, ids)
+    plain = pooled(whole_gradients(torch.bfloat16, ids), want)
+    usp = MethodConfig("usp", 2) if N > 2 else MethodConfig("usp", 1)
+    for method in (MethodConfig("ulysses"), MethodConfig("ring"), usp, MethodConfig("fpdt", chunk_tokens=128 * N), MethodConfig("native")):
+        for kernel in ("cudnn", "flash"):
+            model = gpu_model(torch.bfloat16)
+            handle = apply_method(model, method, upipe.UPipeConfig(sp_size=N, kernel=kernel))
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            (batch,) = handle.shard([{"input_ids": ids.cpu(), "labels": ids.cpu()}])
+            handle.loss(model, batch).backward()
+            got = {}
+            for name, p in model.named_parameters():
+                got[name] = p.grad.float()
+                dist.all_reduce(got[name])
+            ran = set(handle.kernels.values())
+            handle.remove()
+            error = pooled(got, want)
+            if dist.get_rank() == 0:
+                print(f"{method.name} {kernel}: {error:.2e} (unsharded {plain:.2e})", flush=True)
+            assert ran == {kernel} and error <= 1.5 * plain, (method, kernel, error, plain)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("PASS")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

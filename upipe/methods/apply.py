@@ -7,6 +7,7 @@ the output projection is the method's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch
@@ -260,7 +261,8 @@ def apply_method(
     try:
         ring, ulysses_degree = method.degrees(config.sp_size)
         method.layout(config.sp_size)
-        mesh = Mesh(dist.get_world_size(), ring, ulysses_degree)
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
+        mesh = Mesh(dist.get_world_size(), ring, ulysses_degree, node)
         _check_method(method, config, ring)
         for name, module, architecture in found:
             preflight.check_config(module.config)
