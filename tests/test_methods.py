@@ -20,6 +20,7 @@ from tests.pairwise import pairwise
 from tests.plain import SEQUENCES, data_of, plain_step, shifted, tiny_model
 from tests.sharded import assert_equal_to_plain, sharded
 from upipe import config, host
+from upipe.layer import apply_fused_layers
 from upipe.methods import NAMES, MethodConfig, apply_method
 from upipe.methods.apply import check_native_data
 from upipe.methods.core import Heads
@@ -190,6 +191,9 @@ def interface(method, sp, ring):
     assert torch.equal(handle.gather(batch["position_ids"])[0], torch.arange(whole.shape[1]))
     targets = handle.gather(batch["shift_labels"])
     assert torch.equal(targets[:, :26], ids[:, 1:]) and bool((targets[:, 26:] == -100).all())
+    if method != "upipe":
+        with pytest.raises(PreflightError, match="a fused layer is of method=upipe"):
+            apply_fused_layers(model, handle)
     # A batch without positions gets the same ones.
     with torch.no_grad():
         given, made = (model(input_ids=batch["input_ids"], use_cache=False, **more).logits
@@ -265,6 +269,7 @@ def refused(method, sp, heads=(8, 2), kind="llama", settings=None, **config_of_m
     ("ulysses", 4, {"heads": (6, 2)}, "use 1, 2, 6 ranks"),
     ({"name": "fpdt", "chunk_tokens": 9}, 4, {}, "use 8"),
     ("native", 2, {}, "method=native on cpu"),
+    ("ring", 2, {"settings": {"attention_output": "host"}}, "only method=upipe walks heads"),
     ("ring", 2, {"settings": {"kernel": "fa2"}}, "use fa4, cudnn, flash, reference"),
     ("ring", 3, {}, "does not divide the world"),
 ], ids=str)

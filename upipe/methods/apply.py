@@ -261,6 +261,7 @@ def apply_method(
     try:
         ring, ulysses_degree = method.degrees(config.sp_size)
         method.layout(config.sp_size)
+        methods.check_stages(method, config)
         node = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
         mesh = Mesh(dist.get_world_size(), ring, ulysses_degree, node)
         _check_method(method, config, ring)

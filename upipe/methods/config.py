@@ -123,6 +123,13 @@ def check(method: MethodConfig, upipe: Any, memory: Any) -> None:
     """
     if upipe.sp_size >= 1:
         method.layout(upipe.sp_size)
+    check_stages(method, upipe)
+    if memory.fused_layers and method.name != "upipe":
+        raise ValueError(f"memory.fused_layers=true with method={method.name}: a fused layer is of method=upipe; set it to false")
+
+
+def check_stages(method: MethodConfig, upipe: Any) -> None:
+    """Refuse settings of UPipe's stages under another method. Raises ValueError."""
     if method.name == "upipe":
         return
     default = type(upipe)()
@@ -140,5 +147,3 @@ def check(method: MethodConfig, upipe: Any, memory: Any) -> None:
                 f"upipe.{field}={getattr(upipe, field)} with method={method.name}: it is of method=upipe; leave it out, or use "
                 "method: {name: usp, ring_degree: ...}"
             )
-    if memory.fused_layers:
-        raise ValueError(f"memory.fused_layers=true with method={method.name}: a fused layer is of method=upipe; set it to false")
