@@ -150,8 +150,16 @@ class MethodSharding(Sharding):
         self._streams = self._streams or Streams(hidden.device)
         weights = projection.weights_of(module, architecture)
         call = fpdt.Call(
-            chunks, projection.ByWeights.of(module, architecture), self._heads_of(*architecture.heads(module)), kernel,
-            self._full(kernel), module.scaling, offsets, softcap, self._streams, tuple(weights),
+            chunks,
+            projection.ByWeights.of(module, architecture),
+            self._heads_of(*architecture.heads(module)),
+            kernel,
+            self._full(kernel),
+            module.scaling,
+            offsets,
+            softcap,
+            self._streams,
+            tuple(weights),
         )
         return fpdt.attention(hidden, weights, cos, sin, call)
 
@@ -204,9 +212,7 @@ class MethodHandle(Handle):
 
     def shard(self, loader: Iterable[dict], accumulation: int = 1) -> ShardedLoader:
         self._check_open()
-        return ShardedLoader(
-            loader, self.mpu, self.device, accumulation, preflight.vocabulary(self.model), self._sharding.shard_batch
-        )
+        return ShardedLoader(loader, self.mpu, self.device, accumulation, preflight.vocabulary(self.model), self._sharding.shard_batch)
 
     def moved(self) -> dict[str, int]:
         """Bytes that attention copied to the host and back since the last call of this, and held there at most (fpdt)."""

@@ -92,16 +92,32 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
         for (a, b), lse in zip(heads.calls(), sums):
             ctx.kernel.backward(
-                grad[:, :, a], q[:, :, a], k[:, :, b], v[:, :, b], out[:, :, a], lse, ctx.scale, *ctx.masks,
-                dq=dq[:, :, a], dk=dk[:, :, b], dv=dv[:, :, b],
+                grad[:, :, a],
+                q[:, :, a],
+                k[:, :, b],
+                v[:, :, b],
+                out[:, :, a],
+                lse,
+                ctx.scale,
+                *ctx.masks,
+                dq=dq[:, :, a],
+                dk=dk[:, :, b],
+                dv=dv[:, :, b],
             )
         kv_heads = 1 + max(head for share in heads.shares for head in share.kv_arriving)
         return heads.scatter(dq), heads.scatter(dk, kv_heads), heads.scatter(dv, kv_heads), *(None,) * 6
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads, kernel: Kernel, scale: float,
-    offsets: Offsets | None = None, window: int | None = None, softcap: float | None = None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: Heads,
+    kernel: Kernel,
+    scale: float,
+    offsets: Offsets | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of this rank's tokens over the whole sequence; saves the gathered q, k, v, output and log-sum-exp.
 

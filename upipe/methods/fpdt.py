@@ -179,8 +179,16 @@ def _backward(call: Call, shelf: Shelf, kept: list[_Chunk], j: int, grad) -> lis
             kernel, offsets = (call.kernel, call.home(C, j)) if i == j else (call.full, None)
             for a, b in call.heads.calls():
                 got = kernel.backward(
-                    g[rows, queries, a], q[rows, queries, a], k[rows, keys, b], v[rows, keys, b], out[rows, queries, a],
-                    lse[rows, a, queries], call.scale, offsets, None, call.softcap,
+                    g[rows, queries, a],
+                    q[rows, queries, a],
+                    k[rows, keys, b],
+                    v[rows, keys, b],
+                    out[rows, queries, a],
+                    lse[rows, a, queries],
+                    call.scale,
+                    offsets,
+                    None,
+                    call.softcap,
                 )
                 for total, part, heads, share in zip((dq, dk, dv), (queries, keys, keys), (a, b, b), got):
                     total[rows, part, heads] += share

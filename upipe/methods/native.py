@@ -66,9 +66,7 @@ class _Native(torch.autograd.Function):
         # With gradients in any case: only then do torch's kernels answer with the log-sum-exp that results are merged by.
         inner = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v)]
         with native.on(q, kernel), torch.enable_grad():
-            out = torch.nn.functional.scaled_dot_product_attention(
-                *inner, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2]
-            )
+            out = torch.nn.functional.scaled_dot_product_attention(*inner, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
         ctx.native, ctx.kernel = native, kernel
         ctx.inner, ctx.out = (inner, out) if needed else (None, None)
         return out.detach().transpose(1, 2)

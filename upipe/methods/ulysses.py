@@ -32,8 +32,14 @@ def ulysses(core: Callable, group, batch: int, heads: int, kv_heads: int, head_d
     if dist.get_world_size(group) == 1:
         return core
     return UlyssesSPAttentionHF(
-        attn=core, batch_size=batch, attn_head_count=heads, attn_head_size=head_dim, kv_head_count=kv_heads,
-        num_hidden_layers=layers, process_group=group, seq_length_is_variable=True,
+        attn=core,
+        batch_size=batch,
+        attn_head_count=heads,
+        attn_head_size=head_dim,
+        kv_head_count=kv_heads,
+        num_hidden_layers=layers,
+        process_group=group,
+        seq_length_is_variable=True,
     )
 
 
