@@ -26,15 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
-from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP, UlyssesSPAttentionHF
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from experiments.block_methods import CoreAttention
 from upipe.comm import SequenceParallelGroups
 from upipe.kernels import Kernel
+from upipe.methods.core import local_attention
+from upipe.methods.ulysses import ulysses
 
 LOGITS_SHARD_GIB = 1
 
@@ -52,14 +53,10 @@ class UlyssesAttention:
         config = model.config
 
         def core(module, q, k, v, attention_mask, scaling, **kwargs):
-            return CoreAttention.apply(q, k, v, kernel(), scaling), None
+            return local_attention(*(t.transpose(1, 2) for t in (q, k, v)), kernel(), scaling), None
 
-        if groups.sp_size > 1:
-            core = UlyssesSPAttentionHF(
-                attn=core, batch_size=1, attn_head_count=config.num_attention_heads, attn_head_size=config.head_dim,
-                kv_head_count=config.num_key_value_heads, num_hidden_layers=config.num_hidden_layers,
-                process_group=groups.sp_group, seq_length_is_variable=True,
-            )
+        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        core = ulysses(core, groups.sp_group, 1, *heads, config.num_hidden_layers)
         self.config, self.before = config, config._attn_implementation
         self.name = f"stack_{os.urandom(4).hex()}"
         ALL_ATTENTION_FUNCTIONS[self.name] = core

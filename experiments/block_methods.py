@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -26,6 +25,8 @@ from experiments.live import After
 from upipe import kernels
 from upipe.block import checkpoint_contexts
 from upipe.config import ConfigError
+from upipe.methods.core import local_attention
+from upipe.methods.ulysses import ulysses
 from upipe.presets import preset_shapes
 from upipe.schedule import HeadSchedule, RankStage
 
@@ -205,24 +206,6 @@ class Method:
         """Undo what making the method changed outside of it."""
 
 
-class CoreAttention(torch.autograd.Function):
-    """A kernel of `upipe.kernels` as an autograd function that saves q, k, v, its output and the log-sum-exp."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, kernel, scale):
-        """q [1, h, S, d], k and v [1, n, S, d] -> [1, S, h, d]."""
-        out, lse = kernel.forward(*(t.transpose(1, 2) for t in (q, k, v)), scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.kernel, ctx.scale = kernel, scale
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad, *(t.transpose(1, 2) for t in (q, k, v)), out, lse, ctx.scale)
-        return *(g.transpose(1, 2) for g in grads), None, None
-
-
 class Ulysses(Method):
     """DeepSpeed's UlyssesSPAttentionHF around the kernel, on the Hugging Face module: its projections and rotation.
 
@@ -236,13 +219,9 @@ class Ulysses(Method):
         self.implementation = f"block_{self.name}_{kernel.name}"
 
         def core(module, q, k, v, attention_mask, scaling, **kwargs):
-            return CoreAttention.apply(q, k, v, kernel, scaling), None
+            return local_attention(*(t.transpose(1, 2) for t in (q, k, v)), kernel, scaling), None
 
-        if block.P > 1:
-            core = UlyssesSPAttentionHF(
-                attn=core, batch_size=1, attn_head_count=block.H, attn_head_size=block.d, kv_head_count=block.K,
-                num_hidden_layers=1, process_group=dist.group.WORLD, seq_length_is_variable=True,
-            )
+        core = ulysses(core, dist.group.WORLD, 1, block.H, block.K, block.d, 1)
         ALL_ATTENTION_FUNCTIONS[self.implementation] = core
         model = block.copy()
         model.config._attn_implementation = self.implementation

@@ -8,6 +8,10 @@
     torchrun --standalone --nproc_per_node 2 -m experiments.stack --layers 8 --tokens 64K 256K --settings \\
         upipe:host,offload=none upipe:host,offload=pinned upipe:host,offload=pageable
     python -m experiments.stack --model toy --layers 2 --tokens 256 --kernel reference     # seconds, on the CPU
+    torchrun --standalone --nproc_per_node 2 -m experiments.stack --layers 4 --tokens 128K --profile --settings \\
+        ring ulysses upipe:host upipe:device native fpdt          # baselines; then --tokens 256K; and at 512K, with their states apart:
+    torchrun --standalone --nproc_per_node 2 -m experiments.stack --layers 4 --tokens 512K --profile --once --short 64K --apart \\
+        --settings ring ulysses upipe:host upipe:device native fpdt
     python -m experiments.stack --show                                                    # from records, nothing is run
 
 Random weights in bf16 under ZeRO-3, all with the same ZeRO settings and attention kernel; see `experiments.stack_methods` for how
@@ -20,8 +24,10 @@ For each length:
     there is);
   - --warmup more steps each, then --rounds rounds in which every setting makes one step, the order rotated. The slowest rank
     counts.
-With --once the step for memory is the timed one too, for lengths where a step takes minutes; a short one comes before, which
-compiles kernels.
+With --once the step for memory is the timed one too, for lengths where a step takes minutes; a short one of --short tokens comes
+before, which compiles kernels. With --apart there is one engine at a time. The step for memory also counts the bytes that
+attention sends to other ranks (`upipe.traffic`) and, with --profile on GPUs, the communication that no computation hides
+(`experiments.block_trace`).
 A setting that runs out of memory is recorded so, and left out from then on. One record a setting and length is appended to
 stack.jsonl, all of a call under one run_id.
 
@@ -46,6 +52,7 @@ import torch
 import torch.distributed as dist
 
 import upipe
+from experiments import block_trace
 from experiments.block import timed
 from experiments.stack_methods import (
     METHODS,
@@ -64,8 +71,10 @@ from upipe import kernels, outcomes, records, workspace
 from upipe.build import hf_config
 from upipe.config import ConfigError
 from upipe.environment import code, environment
+from upipe.methods import native, ulysses
 from upipe.preflight import PreflightError, check_kernel, check_schedule
 from upipe.records import Record, format_tokens, parse_tokens, unit_gib
+from upipe.traffic import Traffic
 
 DX = {"gemm": "slabs", "bf16": "bfloat16"}
 """A setting's dx -> what records call it."""
@@ -105,7 +114,7 @@ class Bench:
         conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
         if self.cuda and "expandable_segments:True" not in conf:
             self.say("warning: PYTORCH_CUDA_ALLOC_CONF lacks expandable_segments:True; fragments then add to what is reserved")
-        for setting in self.settings:
+        for setting in self.settings if not options.apart else ():
             self.build(setting.engine)
         for tokens in options.tokens:
             self.length(tokens)
@@ -130,6 +139,10 @@ class Bench:
         options = self.options
         measured = {}
         for setting in list(self.settings):
+            if options.apart:
+                for key in [key for key in self.engines if key != setting.engine]:
+                    self.engines.pop(key).close()
+                self.build(setting.engine)
             if self.time_is_up(0.0):
                 self.keep([self.failed(setting, tokens, "timeout", f"the {options.time_limit:g} s of --time-limit were over")])
                 continue
@@ -187,13 +200,15 @@ class Bench:
 
     def memory_step(self, setting: Setting, tokens: int) -> dict[str, Any] | tuple[str, str]:
         """-> what was measured; or outcome and reason where a rank ran out of memory."""
-        values: dict[str, Any] = {"seconds": [], "losses": [], "memory": {}}
+        values: dict[str, Any] = {
+            "seconds": [], "losses": [], "memory": {}, "engine_bytes": self.engines[setting.engine].own_bytes, "engines": len(self.engines),
+        }
         failed = None
         try:
             forget_caches(self.device)
             if self.options.once and not self.options.memory_only:
                 # Kernels are compiled when they are first used.
-                self.step(setting, min(tokens, SHORT * self.shape.sp_size), {"losses": []})
+                self.step(setting, min(tokens, self.options.short or SHORT * self.shape.sp_size), {"losses": []})
             zeros = ZeroAttention(self.kernel, exact=self.options.memory_only)
             self.step(setting, tokens, values, zeros)
             engine = self.engines[setting.engine]
@@ -203,7 +218,7 @@ class Bench:
                 torch.cuda.reset_peak_memory_stats()
             states = self.allocated(), torch.cuda.memory_reserved() if self.cuda else 0
             values["losses"].clear()
-            seconds = self.step(setting, tokens, values, zeros if self.options.memory_only else None)
+            seconds = self.watched_step(setting, tokens, values, zeros if self.options.memory_only else None)
             values["first_s"] = seconds[0]
             if self.options.once and not self.options.memory_only:
                 values["seconds"].append(seconds)
@@ -221,6 +236,7 @@ class Bench:
             values["memory"] = max(self.ranks.every(mine), key=lambda row: row["allocated"] - row["states"])
         for key in ("host_pinned", "host_pageable"):
             values[key] = sum(self.ranks.every(values[key]))
+        values["bytes_sent"] = self.ranks.every(values["bytes_sent"])
         values |= {"memory_host": {key: values[key] for key in ("host_pinned", "host_pageable")}}
         memory, held = values["memory"], sum(values["memory_host"].values()) / 2**30
         above = f", {(memory['allocated'] - memory['states']) / 2**30:.2f} GiB above states" if self.cuda else ""
@@ -229,6 +245,23 @@ class Bench:
             f"loss {values['losses'][0]:.6f}, gradient norm {values['grad_norm']:.5g}"
         )
         return values
+
+    def watched_step(
+        self, setting: Setting, tokens: int, values: dict[str, Any], kernel: kernels.Kernel | None
+    ) -> list[float]:
+        """`step`, with what it sends counted and, where asked for, its trace summed up."""
+        seconds: list[float] = []
+
+        def run() -> None:
+            with Traffic() as traffic:
+                seconds.extend(self.step(setting, tokens, values, kernel))
+            values["bytes_sent"], values["messages"] = traffic.sent, traffic.messages
+
+        if self.options.profile:
+            values["trace"] = block_trace.summary(block_trace.trace(run, dist.barrier))
+        else:
+            run()
+        return seconds
 
     def blank(self, setting: Setting, tokens: int) -> Record:
         """A record of what is known before anything ran."""
@@ -239,9 +272,10 @@ class Bench:
         on_host = None if host_layers == 0 else layers if host_layers is None else min(layers, host_layers)
         simulated = f"simulated: allocates what {self.kernel.name} does, answers zeros"
         method = "none" if setting.name == "ulysses" and options.sp == 1 else METHODS[setting.name]
+        ring, ulysses = (1, options.sp) if setting.method is None else setting.method.degrees(options.sp)
         return Record(
             run_id=self.run_id, experiment="stack", method=method, model=options.model, layers=layers,
-            tokens=tokens, sp=options.sp, ring=1, dp=dist.get_world_size() // options.sp, zero=3,
+            tokens=tokens, sp=ulysses, ring=ring, dp=dist.get_world_size() // options.sp, zero=3,
             heads_per_stage=(options.sp if U is None else U) if ours else None, kernel=self.kernel.name,
             attention_output="device" if host_layers == 0 else "host",
             attention_output_host_layers=on_host,
@@ -250,7 +284,7 @@ class Bench:
             tile_tokens=None if setting.tiling is None else setting.tiling.mlp_tokens, dtype=options.dtype,
             extra={
                 "point": f"{setting}-{options.model}-{layers}-{self.kernel.name}-{format_tokens(tokens)}-sp{options.sp}",
-                "scope": "model", "setting": str(setting), "fused": setting.fused,
+                "scope": "model", "setting": str(setting), "method_form": setting.form, "fused": setting.fused,
                 "hidden_size": config.hidden_size, "heads": config.num_attention_heads,
                 "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocabulary": config.vocab_size,
                 "optimizer": options.optimizer, "allocator_cap_gib": options.allocator_cap, "memory_only": options.memory_only,
@@ -271,12 +305,13 @@ class Bench:
         record.loss, record.grad_norm = losses[-1], values["grad_norm"]
         record.host_pinned_gib = values["memory_host"]["host_pinned"] / 2**30
         record.host_pageable_gib = values["memory_host"]["host_pageable"] / 2**30
-        engine = self.engines[setting.engine]
         record.extra |= {
             "losses": losses, "bytes_to_host": values["bytes_to_host"], "bytes_to_device": values["bytes_to_device"],
+            "bytes_sent": max(values["bytes_sent"]), "bytes_sent_by_rank": values["bytes_sent"], "messages": values["messages"],
+            "trace": values.get("trace"),
             "attention_output_bytes": values["attention_output_bytes"], "gradients_shared": values.get("gradients_shared"),
-            "first_s": None if self.options.memory_only else values["first_s"], "engine_gib": engine.own_bytes / 2**30,
-            "engines": len(self.engines),
+            "first_s": None if self.options.memory_only else values["first_s"], "engine_gib": values["engine_bytes"] / 2**30,
+            "engines": values["engines"],
         }
         if seconds:
             record.times_s = [row[0] for row in seconds]
@@ -318,7 +353,7 @@ def parser() -> argparse.ArgumentParser:
     add("--tokens", nargs="+", default=["256K"], metavar="S", help="lengths of the whole sequence (default: 256K)")
     add("--sp", type=int, metavar="P", help="ranks that share a sequence (default: all)")
     add("--settings", nargs="+", default=list(DEFAULT), metavar="SETTING",
-        help=f"NAME:item,... of alst, ulysses, plain, upipe; see experiments/stack_methods.py (default: {' '.join(DEFAULT)})")
+        help=f"NAME:item,... of {', '.join(METHODS)}; see experiments/stack_methods.py (default: {' '.join(DEFAULT)})")
     add("--kernel", default="cudnn", choices=kernels.names(), help="default: %(default)s")
     add("--optimizer", default="adamw", choices=["adamw", "none"],
         help="none: SGD without states, for less memory: 8 bytes a parameter over all ranks, not 16 (default: %(default)s)")
@@ -326,6 +361,9 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=3, help="timed steps of every setting (default: %(default)s)")
     add("--warmup", type=int, default=1, help="untimed steps of every setting after that for memory (default: %(default)s)")
     add("--once", action="store_true", help="time the step for memory, and no other")
+    add("--short", metavar="S", help=f"length of the step that --once begins with (default: {SHORT} a rank)")
+    add("--apart", action="store_true", help="one engine at a time, for lengths at which the states of all do not fit; with --once")
+    add("--profile", action="store_true", help="trace the step for memory: exposed communication (GPUs)")
     add("--memory-only", action="store_true", help="no times; attention allocates what the kernel does and answers zeros (fa4)")
     add("--allocator-cap", type=float, metavar="GIB", help="most that torch's allocator may take of the device")
     add("--time-limit", type=float, default=570.0, metavar="S", help="begin nothing that would end later (default: %(default)g)")
@@ -344,10 +382,15 @@ def settle(options: argparse.Namespace) -> None:
     twice = sorted({str(s) for s in parsed if parsed.count(s) > 1})
     if twice:
         raise ConfigError(f"--settings has {', '.join(twice)} twice")
+    if options.apart and not (options.once or options.memory_only):
+        raise ConfigError("--apart without --once: rounds rotate among settings, whose engines must be there; add --once")
+    if options.profile and not torch.cuda.is_available():
+        raise ConfigError("--profile needs GPUs: their kernels and copies are what is looked at; leave it out")
     try:
+        options.short = None if options.short is None else parse_tokens(options.short)
         options.tokens = sorted({parse_tokens(str(text)) for text in options.tokens})
     except ValueError as error:
-        raise ConfigError(f"--tokens: {error}") from None
+        raise ConfigError(f"--tokens, --short: {error}") from None
     code(options.commit)
 
 
@@ -365,6 +408,7 @@ def settle_ranks(options: argparse.Namespace) -> None:
         setting = Setting.parse(text)
         if setting.name == "plain" and options.sp > 1:
             raise ConfigError(f"setting {text!r} shares no sequence: use --sp 1, not {options.sp}")
+        _check_method(setting, options, config)
         if setting.host_layers is not None and setting.host_layers > options.layers:
             raise ConfigError(f"setting {text!r}: there are {options.layers} layers")
         U = setting.config(options.sp, config.num_attention_heads, "auto").heads_per_stage
@@ -379,6 +423,22 @@ def settle_ranks(options: argparse.Namespace) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         example = torch.empty(0, dtype=getattr(torch, options.dtype), device=device)
         check_kernel(options.kernel, kernels.Case.of(example, config.head_dim))
+
+
+def _check_method(setting: Setting, options: argparse.Namespace, config: Any) -> None:
+    """Refuse what a method cannot run. Raises ConfigError."""
+    if setting.method is None:
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        setting.method.layout(options.sp)
+        if setting.name == "ulysses":
+            ulysses.check_heads(config.num_attention_heads, config.num_key_value_heads, options.sp)
+        if setting.name == "native" and options.sp > 1:
+            native.check_device(device)
+            native.check_kernel(options.kernel)
+    except ValueError as error:
+        raise ConfigError(f"setting {str(setting)!r}: {error}") from None
 
 
 def new_run_id() -> str:

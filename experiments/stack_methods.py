@@ -4,13 +4,14 @@ share an engine and its states.
 A setting is written NAME or NAME:item,...
 
   alst      DeepSpeed's stack, see `experiments.alst`. offload=pinned|none, tiles=on|off
-  ulysses   DeepSpeed's attention, with our checkpointing and tiles
-  plain     the kernel in the plain model, each rank with sequences of its own; otherwise as ulysses
-  upipe     ours. Items, beside those of ulysses: host, host=N or device (where the attention output is kept: on the host, for
+  ulysses, ring, usp, fpdt, native   baselines of `upipe.methods`, with our rotation, checkpointing and tiles. usp: ring=R, its
+            ring ranks; fpdt: chunk=TOKENS, of the whole sequence; ulysses: rope=model, transformers' own rotation
+  plain     the kernel in the plain model, rotation included, each rank with sequences of its own
+  upipe     ours. Items, beside those of all: host, host=N or device (where the attention output is kept: on the host, for
             the first N layers there, or made again), U=HEADS or U=H (all heads at once), overlap=on|off, dx=gemm|bf16,
             layer=parts|fused (fused: each decoder layer as one function, `upipe.layer`; tiles=on then tiles last norm and loss)
 
-  of ulysses, plain and upipe: checkpoint=on|off, offload=none|pinned|pageable, keep=N (inputs of the last N layers stay on the
+  of all but alst: checkpoint=on|off, offload=none|pinned|pageable, keep=N (inputs of the last N layers stay on the
   device), prefetch=on|off, tiles=on|off|loss|mlp (mlp: MLPs and norms), loss=hf|sum (without a tiled loss: of all logits in
   fp32 at once, as transformers computes it, or with no fp32 copy of them)
 
@@ -49,8 +50,11 @@ from upipe.config import ConfigError
 from upipe.layer import apply_fused_layers, layer_contexts
 from upipe.live import SimulatedAttention
 from upipe.loader import ShardedLoader
+from upipe.methods import MethodConfig, MethodHandle, apply_method
+from upipe.methods.config import FORMS
 from upipe.offload import CheckpointConfig, Checkpointing, apply_checkpointing
 from upipe.optimize import TrainConfig, build_optimizer, deepspeed_config
+from upipe.records import parse_tokens
 from upipe.tiled import TilingConfig, apply_tiling
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -63,7 +67,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """--model -> fields of `ModelConfig`, all but layers."""
-METHODS = {"alst": "alst", "ulysses": "ulysses", "plain": "none", "upipe": "upipe"}
+BASELINES = ("ulysses", "ring", "usp", "fpdt", "native")
+METHODS = {"alst": "alst", "plain": "none", "upipe": "upipe"} | {name: name for name in BASELINES}
 """A setting's name -> what records call it; with one rank ulysses is none."""
 FACTOR = 1.2
 """Parameters that ZeRO-3 may keep gathered, and prefetch ahead within, in decoder layers."""
@@ -89,6 +94,9 @@ class Setting:
     tiles: str = "on"
     fused: bool = False
     loss: str = "sum"
+    ring_degree: int | None = None
+    chunk_tokens: int | None = None
+    rope: str = "ours"
 
     @classmethod
     def parse(cls, text: str) -> Setting:
@@ -127,6 +135,8 @@ class Setting:
             items += [f"U={'H' if self.heads_per_stage == -1 else self.heads_per_stage}"] * (self.heads_per_stage is not None)
             items += ["overlap=off"] * (not self.overlap) + [f"dx={self.dx}"] * (self.dx != "gemm")
             items += ["layer=fused"] * self.fused
+        items += [f"ring={self.ring_degree}"] * (self.ring_degree is not None) + ["rope=model"] * (self.rope == "model")
+        items += [f"chunk={self.chunk_tokens}"] * (self.chunk_tokens is not None)
         items += ["checkpoint=off"] * (not self.checkpoint)
         items += [f"offload={self.offload}"] * self.checkpoint
         items += [f"keep={self.keep}"] * (self.keep is not None) + ["prefetch=off"] * (not self.prefetch)
@@ -155,6 +165,18 @@ class Setting:
             return self.name, self.tiles, self.checkpoint, self.fused
         return (str(self),)
 
+    @property
+    def method(self) -> MethodConfig | None:
+        """What `apply_method` puts on; None: nothing, the module stays transformers' own."""
+        if self.name == "upipe" or (self.name in BASELINES and self.rope == "ours"):
+            return MethodConfig(self.name, self.ring_degree, self.chunk_tokens)
+        return None
+
+    @property
+    def form(self) -> str:
+        """What runs, in words."""
+        return FORMS[METHODS[self.name]] if self.name != "alst" else "DeepSpeed's stack (experiments.alst)"
+
     def config(self, sp_size: int, heads: int, kernel: str) -> upipe.UPipeConfig:
         U = -(-heads // sp_size) * sp_size if self.heads_per_stage == -1 else self.heads_per_stage
         return upipe.UPipeConfig(
@@ -171,7 +193,7 @@ def _choice(name: str, **values: Any) -> Callable[[str], dict[str, Any]]:
     return lambda value: {name: values[value]}
 
 
-OURS = ("ulysses", "plain", "upipe")
+OURS = (*BASELINES, "plain", "upipe")
 _ITEMS: dict[str, tuple[tuple[str, ...], str, Callable[[str], dict[str, Any]]]] = {
     "device": (("upipe",), "", lambda value: {"host_layers": {"": 0}[value]}),
     "host": (("upipe",), "[=LAYERS]", _host),
@@ -185,6 +207,9 @@ _ITEMS: dict[str, tuple[tuple[str, ...], str, Callable[[str], dict[str, Any]]]] 
     "keep": (OURS, "=LAYERS", lambda value: {"keep": int(value)}),
     "tiles": (("alst", *OURS), "=on|off|loss|mlp", _choice("tiles", on="on", off="off", loss="loss", mlp="mlp")),
     "loss": (OURS, "=hf|sum", _choice("loss", hf="hf", sum="sum")),
+    "ring": (("usp",), "=RANKS", lambda value: {"ring_degree": int(value)}),
+    "chunk": (("fpdt",), "=TOKENS", lambda value: {"chunk_tokens": parse_tokens(value)}),
+    "rope": (("ulysses",), "=ours|model", _choice("rope", ours="ours", model="model")),
 }
 """Item of a setting -> the methods that take it, how it is written on, and its value's fields."""
 
@@ -305,8 +330,8 @@ class Engine:
         self.alst: Alst | None = None
         self._closers: list[Callable[[], None]] = []
         first = settings[0]
-        if first.name == "upipe":
-            self.handle = upipe.apply(self.model, first.config(shape.sp_size, self.heads, "auto"))
+        if first.method is not None:
+            self.handle = apply_method(self.model, first.method, first.config(shape.sp_size, self.heads, "auto"))
             self.handle._sharding.kernel = lambda case: self.kernel
             self.groups = self.handle.mpu
             self._closers.append(self.handle.remove)
@@ -338,7 +363,7 @@ class Engine:
                 model, self.groups, lambda: self.kernel, offload=setting.offload != "none", tiles=setting.tiles != "off"
             )
             made.closers.append(self.alst.remove)
-        elif setting.name != "upipe":
+        elif setting.method is None:
             attention = UlyssesAttention(model, self.groups, lambda: self.kernel)
             made.closers.append(attention.remove)
         if setting.tiling is not None:
@@ -353,7 +378,7 @@ class Engine:
             config = CheckpointConfig(offload=setting.offload, keep_layers_on_gpu=keep, prefetch=setting.prefetch)
             made.checkpointing = apply_checkpointing(model, config, contexts=contexts)
             made.closers.append(made.checkpointing.remove)
-        if self.handle is not None:
+        if setting.name == "upipe":
             sharding = self.handle._sharding
             config = setting.config(self.shape.sp_size, self.heads, "auto")
             for index, layer in enumerate(model.model.layers):
@@ -391,7 +416,8 @@ class Engine:
         generator = torch.Generator().manual_seed(self.shape.seed * 1_000_003 + self.groups.dp_rank)
         ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
         self.tokens = tokens
-        return next(iter(ShardedLoader([{"input_ids": ids, "labels": ids}], self.groups, self.device)))
+        batches = [{"input_ids": ids, "labels": ids}]
+        return next(iter(ShardedLoader(batches, self.groups, self.device) if self.handle is None else self.handle.shard(batches)))
 
     def step(self, batch: dict[str, Any], mark: Callable[[], None] = lambda: None) -> torch.Tensor:
         """One optimizer step by the active setting. -> the global mean token loss, 0-d. mark: called after forward, backward
@@ -432,8 +458,8 @@ class Engine:
     def after_step(self) -> dict[str, Any]:
         """What the step moved between device and host and what is held there, in bytes of this rank; its gradient's norm.
 
-        Of layers' inputs as their offload counted them (DeepSpeed's also as torch's pinned blocks, rounded up to powers of two);
-        of attention outputs by arithmetic.
+        Of layers' inputs as their offload counted them (DeepSpeed's also as torch's pinned blocks, rounded up to powers of two),
+        and of fpdt's chunks likewise, the most at once; of attention outputs by arithmetic.
         """
         norm = self.engine.get_global_grad_norm()
         variant, outputs = self.active, self.attention_output_bytes()
@@ -450,6 +476,11 @@ class Engine:
                 raise RuntimeError(f"{variant.setting}: offload went on as {report.offload}")
         for key in ("bytes_to_host", "bytes_to_device", "host_pinned"):
             told[key] += outputs
+        if isinstance(self.handle, MethodHandle):
+            moved = self.handle.moved()
+            for key in ("bytes_to_host", "bytes_to_device"):
+                told[key] += moved[key]
+            told["host_pinned" if self.device.type == "cuda" else "host_pageable"] += moved["held"]
         return told | {"attention_output_bytes": outputs, "grad_norm": None if norm is None else float(norm)}
 
     def attention_output_bytes(self) -> int:

@@ -84,12 +84,14 @@ def disagreements(found: list[dict[str, Any]]) -> list[str]:
 
 COLUMNS = (
     "tokens", "setting", "outcome", "s", "least", "most", *PARTS, "/alst", "/none", "/U=H", "tok/s/GPU", "states", "peak GiB",
-    "above GiB", "above u", "peak/alst", "peak/U=H", "reserved above", "host GiB", "moved GiB", "loss", "norm",
+    "above GiB", "above u", "peak/alst", "peak/U=H", "reserved above", "host GiB", "moved GiB", "sent GiB", "exposed ms", "loss",
+    "norm",
 )
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """Records of one run as text, a line each. s: seconds a step; above: states; moved: to the host a step, of one rank."""
+    """Records of one run as text, a line each. s: seconds a step; above: states; moved: to the host a step, of one rank; sent: to
+    other ranks by attention; exposed: communication that no computation hides."""
     lines = [COLUMNS, *(_line(r) for r in found)]
     shown = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines[1:])]
     return _aligned([[line[i] for i in shown] for line in lines]) if shown else "no records"
@@ -109,5 +111,6 @@ def _line(r: dict[str, Any]) -> list[str]:
         number(r["states_gib"], 2), number(r["peak_gib"], 2), number(r["peak_above_states_gib"]), number(r["peak_units"]),
         number(r.get("over_alst_peak")), number(r.get("over_all_heads_peak")), number(r.get("reserved_above_states_gib"), 2),
         "" if None in pools else number(sum(pools), 2), number(r.get("bytes_to_host"), 2, 2**-30),
+        number(r.get("bytes_sent"), 2, 2**-30), number((r.get("trace") or {}).get("communication", {}).get("exposed_ms"), 1),
         number(r["loss"], 5), number(r["grad_norm"], 5),
     ]

@@ -1,4 +1,4 @@
-"""A point of kind `train`: optimizer steps of a model under DeepSpeed with UPipe, timed one by one.
+"""A point of kind `train`: optimizer steps of a model under DeepSpeed with UPipe or a baseline, timed one by one.
 
 Weights and tokens are random, from the seed; every step has new tokens. The model, optimizer and DeepSpeed
 configuration are those of `upipe train`. A step is timed from a barrier to a device synchronisation: forward and
@@ -29,6 +29,8 @@ from upipe.build import ModelConfig, build_model, build_partitioned_model, hf_co
 from upipe.config import ConfigError, Length
 from upipe.environment import host_gib
 from upipe.memory import MemoryConfig, Stack
+from upipe.methods import config as methods
+from upipe.methods.ulysses import check_heads
 from upipe.preflight import PreflightError, check_ring_degree, check_schedule
 from upipe.records import Record, tokens_per_step, unit_gib
 from upipe.trainer import TrainConfig, build_optimizer, deepspeed_config
@@ -50,7 +52,7 @@ class Point:
     model: ModelConfig
     tokens: Length
     processes: int
-    method: Literal["upipe"] = "upipe"
+    method: methods.Name = "upipe"
     device: Literal["cuda", "cpu"] = "cuda"
     untimed_steps: int = 1
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -75,17 +77,24 @@ class Point:
 
 def record(point: Point) -> Record:
     """What is known of a point before it runs."""
-    shape, sp, ring = _shape(point.model), point.upipe.sp_size, point.upipe.ring_degree
-    U, ulysses = point.upipe.heads_per_stage, sp // ring if ring > 0 and sp % ring == 0 else None
+    shape, sp = _shape(point.model), point.upipe.sp_size
+    ours, fits = point.method == "upipe", sp > 0 and point.processes % sp == 0
+    try:
+        ring, ulysses = _degrees(point) if fits else (1, None)
+    except ValueError:  # refused when it runs, and by `verdict`
+        ring, ulysses = point.upipe.ring_degree, None
+    U = {None: ulysses, "auto": None}.get(point.upipe.heads_per_stage, point.upipe.heads_per_stage)
     return Record(
         method=point.method, model=point.model_name, layers=shape.num_hidden_layers, tokens=point.tokens,
-        sp=ulysses, ring=ring, dp=point.processes // sp if sp > 0 and point.processes % sp == 0 else None, zero=point.train.zero_stage,
-        heads_per_stage={None: ulysses, "auto": None}.get(U, U), kernel=None if point.upipe.kernel == "auto" else point.upipe.kernel,
-        attention_output=point.upipe.attention_output, overlap=point.upipe.overlap, dx=DX[point.upipe.dx],
+        sp=ulysses, ring=ring, dp=point.processes // sp if fits else None, zero=point.train.zero_stage,
+        heads_per_stage=U if ours else None, kernel=None if point.upipe.kernel == "auto" else point.upipe.kernel,
+        attention_output=point.upipe.attention_output, overlap=point.upipe.overlap if ours else None,
+        dx=DX[point.upipe.dx] if ours else None,
         keep_layers_on_gpu=None, offload=None if point.memory.offload == "auto" else point.memory.offload,
         tile_tokens=point.memory.mlp_tokens, dtype=DTYPES[point.train.dtype], warmup_steps=point.untimed_steps,
         extra={
-            "scope": "model", "device": point.device, "processes": point.processes, "hidden_size": shape.hidden_size,
+            "scope": "model", "method_form": methods.FORMS[point.method], "device": point.device,
+            "processes": point.processes, "hidden_size": shape.hidden_size,
             "heads": shape.num_attention_heads, "kv_heads": shape.num_key_value_heads,
             "micro_batch_size": point.train.micro_batch_size, "accumulation": point.train.accumulation,
             "checkpointing": point.model.checkpointing, "memory": dataclasses.asdict(point.memory),
@@ -100,10 +109,12 @@ def verdict(point: Point) -> str:
     if sp < 1 or point.processes % sp:
         works = [n for n in range(1, point.processes + 1) if point.processes % n == 0]
         return f"refused: sp_size={sp} does not divide the {point.processes} processes: use one of {works}"
+    heads = shape.num_attention_heads, shape.num_key_value_heads
     try:
-        check_ring_degree(sp, point.upipe.ring_degree, None)
-        check_schedule(shape.num_attention_heads, shape.num_key_value_heads, point.upipe.ulysses_degree, point.upipe.heads_per_stage)
-    except PreflightError as error:
+        check_schedule(*heads, _degrees(point)[1], point.upipe.heads_per_stage)
+        if point.method == "ulysses":
+            check_heads(*heads, sp)
+    except ValueError as error:
         return f"refused: {error}"
     return "ok"
 
@@ -137,7 +148,7 @@ def run(point: Point) -> Record:
     else:
         model = build_model(described, seed=point.train.seed)
     vocabulary = model.config.vocab_size
-    stack = memory.apply_stack(model, plan, point.upipe, ds_config)
+    stack = memory.apply_stack(model, plan, point.upipe, ds_config, point.method)
     handle = stack.handle
     _check_kernel(point, model, handle.device)
     engine = _engine(model, ds_config, handle, point.train, cuda)
@@ -271,6 +282,15 @@ def _on_host() -> tuple[float, float]:
     every: list = [None] * dist.get_world_size()
     dist.all_gather_object(every, (host.pool().held_bytes, host.pool().pinned_bytes))
     return tuple(sum(column) / 2**30 for column in zip(*every))
+
+
+def _degrees(point: Point) -> tuple[int, int]:
+    """(ring, Ulysses) degrees of a point's method. Raises ValueError."""
+    upipe = point.upipe
+    if point.method != "upipe":
+        return methods.of(point.method).degrees(upipe.sp_size)
+    check_ring_degree(upipe.sp_size, upipe.ring_degree, None)
+    return upipe.ring_degree, upipe.ulysses_degree
 
 
 def _shape(model: ModelConfig) -> Any:

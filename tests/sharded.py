@@ -11,6 +11,7 @@ import upipe
 from tests.plain import assert_close, data_of, plain_step, tiny_model
 from upipe.block import checkpoint_contexts
 from upipe.layer import FusedLayersConfig, apply_fused_layers, layer_contexts
+from upipe.methods import apply_method
 from upipe.offload import CheckpointConfig, apply_checkpointing
 
 OWN_CHECKPOINTING = ("attention output on the host", "fused layers", "fused layers, host")
@@ -30,13 +31,13 @@ def ds_config(stage, accumulation=1, clip=0.0, bf16=False, **zero):
 
 @contextmanager
 def sharded(model, sp_size, stage=0, heads_per_stage=None, accumulation=1, checkpointing=None, lr=0.1, config=None, kernel="auto",
-            ring_degree=1):
+            ring_degree=1, method="upipe"):
     """(handle, engine) of a plain model, taken down at the end. checkpointing: None, "non-reentrant" or "reentrant"; or the
     library's own, with the "attention output on the host", "fused layers" or "fused layers, host"."""
     config = config or ds_config(stage, accumulation)
     own, output = checkpointing in OWN_CHECKPOINTING, "host" if "host" in (checkpointing or "") else "device"
-    handle = upipe.apply(model, upipe.UPipeConfig(sp_size=sp_size, heads_per_stage=heads_per_stage, kernel=kernel,
-                                                  ring_degree=ring_degree, attention_output=output), ds_config=config)
+    handle = apply_method(model, method, upipe.UPipeConfig(sp_size=sp_size, heads_per_stage=heads_per_stage, kernel=kernel,
+                                                           ring_degree=ring_degree, attention_output=output), ds_config=config)
     parts = [handle]
     if own and "fused" in checkpointing:
         parts.append(apply_fused_layers(model, handle, FusedLayersConfig(mlp_tokens=4)))
@@ -86,7 +87,7 @@ def sharded_logits(handle, engine, batch):
     """[B, S padded, V] logits of the sequence-parallel group's batch, from a forward without gradients."""
     with torch.no_grad():
         local = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-    return handle.mpu.gather(local)
+    return handle.gather(local)
 
 
 def window(handle, engine, batches, accumulation=None, step=False):

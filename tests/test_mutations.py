@@ -42,6 +42,21 @@ MUTATIONS = {
     "packed rows: no document ends": (
         "apply.py", "begins = position_ids[:, 1:] != position_ids[:, :-1] + 1", "begins = position_ids[:, 1:] < 0",
         ["tests/test_exactness_grid.py", "-k", "packed and not slow"]),
+    "zigzag: the two runs of a rank are swapped": (
+        "zigzag.py", "return rank * run, (2 * ring - 1 - rank) * run", "return (2 * ring - 1 - rank) * run, rank * run",
+        ["tests/test_methods.py", "-k", "test_methods and ring-2x1"]),
+    "ring: a merge is dropped": (
+        "ring.py", "                merge_(total[rows, queries], lse[rows, :, queries], part, part_lse)\n", "                pass\n",
+        ["tests/test_methods.py", "-k", "test_methods and usp-2x2"]),
+    "fpdt: a merge is dropped": (
+        "methods/fpdt.py", "merge_(total[rows, queries, a], lse[rows, a, queries], part, part_lse)", "pass",
+        ["tests/test_methods.py", "-k", "test_methods and fpdt-1x2"]),
+    "fpdt: dq of earlier keys is forgotten": (
+        "methods/fpdt.py", "            dq += before.get()", "            before.get()",
+        ["tests/test_methods.py", "-k", "test_methods and fpdt-1x2"]),
+    "methods: the last copy's kv gradient wins": (
+        "methods/core.py", "total.index_add_(2,", "total.index_copy_(2,",
+        ["tests/test_methods.py", "-k", "test_methods and usp-1x4"]),
     "window one token too long": (
         "kernels.py", "(keys > rows) | (keys <= rows - window)", "(keys > rows) | (keys < rows - window)",
         ["tests/test_zoo.py", "-k", "T33"]),

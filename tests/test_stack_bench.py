@@ -63,17 +63,18 @@ def test_settings_are_written_as_they_are_read():
     assert Setting.parse("plain:checkpoint=off").offload == "none"
     for text in (
         *SETTINGS, "plain:checkpoint=off,tiles=off,loss=hf", "ulysses:tiles=loss", "alst:offload=none,tiles=off",
-        "upipe:layer=fused",
+        "upipe:layer=fused", "ring", "usp:ring=2", "fpdt:chunk=4096,tiles=off", "native:offload=none", "ulysses:rope=model",
         *(rung.setting for preset in ladder.PRESETS.values() for rung in preset.rungs),
     ):
         setting = Setting.parse(text)
         assert Setting.parse(str(setting)) == setting
     for text, says in (
-        ("fsdp", "alst, ulysses, plain, upipe"), ("alst:U=4", "none of"), ("upipe:host=x", "host"),
+        ("fsdp", "alst, plain, upipe, ulysses, ring"), ("alst:U=4", "none of"), ("upipe:host=x", "host"),
         ("upipe:overlap=maybe", "on|off"),
         ("upipe:device=3", "device"), ("upipe:host,checkpoint=off", "checkpoint=on"),
         ("upipe:checkpoint=off,offload=pinned", "checkpoint=on"),
         ("alst:offload=pageable", "pinned|none"), ("alst:tiles=loss", "on|off"), ("ulysses:host", "none of"),
+        ("ring:ring=2", "none of"), ("fpdt:chunk=x", "TOKENS"), ("native:rope=model", "none of"),
         ("upipe:layer=fused,dx=bf16", "dx=gemm"), ("upipe:offload=disk", "none|pinned|pageable"),
     ):
         with pytest.raises(ConfigError, match=says.replace("|", r"\|")):
@@ -107,7 +108,7 @@ def test_zero_attention_allocates_as_the_kernel_and_answers_zeros():
 ENGINES = (
     ("alst",), ("alst:offload=none,tiles=off",), ("ulysses:tiles=loss",), ("ulysses:checkpoint=off,tiles=off,loss=hf",),
     ("upipe:device", "upipe:host=1", "upipe:host,dx=bf16"), ("upipe:host,layer=fused", "upipe:device,layer=fused,offload=none"),
-    ("upipe:tiles=off,offload=none",),
+    ("upipe:tiles=off,offload=none",), ("ring",), ("usp:ring=2,checkpoint=off",), ("fpdt:chunk=32",), ("ulysses:rope=model",),
 )
 
 
@@ -194,6 +195,21 @@ def _check(r, found, ranks):
     assert pages >= ranks * r["bytes_to_host"] and (r["host_pageable_gib"] > 0) == (r["offload"] == "pageable")
 
 
+def test_baselines_apart(worlds, tmp_path):
+    """One engine at a time; records say what ran, over which ranks, and what it sent."""
+    settings = ["ring", "fpdt:chunk=32", "upipe:device"]
+    arguments = ["--tokens", "128", "--once", "--apart", "--short", "32", "--kernel", "reference", "--settings", *settings]
+    _, done, problems = worlds(2).run(_stack, folder=str(tmp_path), arguments=arguments)[0]
+    assert problems == [] and [r["method"] for r in done] == ["ring", "fpdt", "upipe"]
+    assert [(r["sp"], r["ring"], r["engines"], len(r["times_s"])) for r in done] == [(1, 2, 1, 1), (2, 1, 1, 1), (2, 1, 1, 1)]
+    assert "not DeepSpeed's" in done[1]["method_form"] and done[1]["bytes_to_host"] > done[0]["bytes_to_host"] > 0
+    # 2 layers, 64 tokens a rank, 8 query and 4 kv heads of 16 in fp32: see docs/methods.md.
+    keys = 64 // 2 * 2 * 4 * 16 * 4
+    assert done[0]["bytes_sent_by_rank"] == [2 * 5 * keys, 2 * 7 * keys]
+    assert done[1]["bytes_sent_by_rank"] == [2 * 3 * 64 * (2 * 8 + 2 * 4) * 16 * 4 // 2] * 2
+    assert done[2]["bytes_sent"] > 0
+
+
 @pytest.mark.slow
 def test_memory_only_and_a_time_limit(worlds, tmp_path):
     arguments = ["--tokens", "64", "--memory-only", "--kernel", "fa4", "--settings", "upipe:host", "ulysses"]
@@ -264,7 +280,7 @@ def test_ratios_and_disagreements():
 
 def test_refusals(tmp_path, capsys):
     for main, arguments, says in (
-        (stack.main, ["--rounds", "0"], "at least 1"), (stack.main, ["--settings", "fsdp"], "alst, ulysses"),
+        (stack.main, ["--rounds", "0"], "at least 1"), (stack.main, ["--settings", "fsdp"], "alst, plain"),
         (stack.main, ["--settings", "upipe", "upipe:device"], "twice"), (stack.main, ["--tokens", "many"], "many"),
         (stack.main, ["--show", "--results", str(tmp_path)], "no records"),
         (ladder.main, ["--preset", "trl", "--rungs", "+ magic"], "plain loss"),
@@ -278,6 +294,7 @@ def test_refusals(tmp_path, capsys):
 
 def _refused_in_a_world(folder):
     for arguments, says in (
+        (["--settings", "native"], "method=native on cpu"), (["--settings", "usp:ring=3"], "use one of 1, 2"),
         (["--tokens", "65"], "multiple of 2"), (["--sp", "3"], "does not divide"), (["--settings", "plain"], "--sp 1"),
         (["--settings", "upipe:host=3"], "2 layers"), (["--settings", "upipe:U=3"], "heads_per_stage=3"),
         (["--memory-only", "--kernel", "reference"], "not been measured"),

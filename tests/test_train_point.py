@@ -46,7 +46,8 @@ def test_verdict_names_what_works():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"method": "fpdt"}, "method='fpdt'"),
+        ({"method": "tensor"}, "method='tensor'"),
+        ({"method": "none", "upipe": {"sp_size": 2}}, "shares no sequence"),
         ({"untimed_steps": 3}, "leave one to be timed"),
         ({"untimed_steps": 0}, "warm up, or ask for a single step"),
         ({"processes": 0}, "at least 1"),

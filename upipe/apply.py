@@ -135,7 +135,7 @@ class Sharding:
     def kernel(self, case: kernels.Case) -> kernels.Kernel:
         if case not in self.kernels:
             kernel = preflight.check_kernel(self.config.kernel, case, self.config.ring_degree)
-            self.kernels[case] = on_ring(kernel, self.groups.ring_group)
+            self.kernels[case] = on_ring(kernel, self.groups.ring_group) if self.config.ring_degree > 1 else kernel
             if dist.get_rank() == 0:
                 logger.info("attention kernel: %s (%s)", self.kernels[case], case)
         return self.kernels[case]
@@ -150,8 +150,8 @@ class Sharding:
         if known is None or known[0] != version:
             whole = self._gather(position_ids)
             offsets = document_offsets(whole)
-            if self.config.ring_degree > 1 and offsets is not None:
-                preflight.check_zigzag(whole, offsets, self.config.ring_degree)
+            if self.groups.ring_size > 1 and offsets is not None:
+                preflight.check_zigzag(whole, offsets, self.groups.ring_size)
             known = self._offsets[position_ids] = (version, offsets)
         offsets = known[1]
         return offsets * batch if offsets is not None and len(offsets) == 1 and batch > 1 else offsets
@@ -177,7 +177,16 @@ class Sharding:
         shapes = [torch.empty_like(mine) for _ in range(self.config.sp_size)]
         dist.all_gather(shapes, mine, group=self.groups.sp_group)
         preflight.check_local_shapes(torch.stack(shapes).tolist())
-        return self.groups.gather(position_ids)
+        return self.join(position_ids)
+
+    def join(self, local: torch.Tensor) -> torch.Tensor:
+        """The shards [B, L, ...] of a sequence's ranks as the whole padded one in its order, [B, S, ...]; collective."""
+        return self.groups.gather(local)
+
+    def local_positions(self, length: int, device: torch.device) -> torch.Tensor:
+        """[1, L] positions of this rank's tokens, where a batch brings none."""
+        parts = self.groups.positions(length)
+        return torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])[None]
 
 
 def document_offsets(position_ids: torch.Tensor) -> Offsets | None:
@@ -249,16 +258,21 @@ def attention_forward(plain, architecture: models.Architecture):
         sharding: Sharding = self._upipe
         if not sharding.active(self):
             return plain(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
-        cache = kwargs.get("past_key_values", kwargs.get("cache")) if not args else args[0]
-        if cache is not None:
-            raise PreflightError(_NO_CACHE)
-        if attention_mask is not None and attention_mask.numel() > 1:
-            raise PreflightError(_no_mask(attention_mask))
+        refuse_inputs(attention_mask, args, kwargs)
         cos, sin = architecture.angles(position_embeddings)
         spec = block_spec(self, architecture, sharding, hidden_states, kwargs.get("position_ids"))
         return attention_block(hidden_states, architecture.projections(self), cos, sin, spec), None
 
     return forward
+
+
+def refuse_inputs(attention_mask, args: tuple, kwargs: dict) -> None:
+    """Refuse what an attention module on shards cannot take: a cache (the first of args, or by name), a mask."""
+    cache = kwargs.get("past_key_values", kwargs.get("cache")) if not args else args[0]
+    if cache is not None:
+        raise PreflightError(_NO_CACHE)
+    if attention_mask is not None and attention_mask.numel() > 1:
+        raise PreflightError(_no_mask(attention_mask))
 
 
 def decoder_forward(plain):
@@ -292,10 +306,9 @@ def _prepare_decoder_inputs(sharding: Sharding, rotary: nn.Module, kwargs: dict)
     if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool(mask.bool().all())):
         raise PreflightError(_no_mask(mask))
     L = tokens.shape[1]
-    preflight.check_local_tokens(L, sharding.config.ulysses_degree, sharding.config.ring_degree)
+    preflight.check_local_tokens(L, sharding.groups.ulysses_size, sharding.groups.ring_size)
     if kwargs.get("position_ids") is None:
-        parts = [torch.arange(part.start, part.stop, device=tokens.device) for part in sharding.groups.positions(L)]
-        kwargs["position_ids"] = torch.cat(parts)[None]
+        kwargs["position_ids"] = sharding.local_positions(L, tokens.device)
     # A 4-D mask is passed on as it is: no local [L, L] mask is built from positions of one shard.
     kwargs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tokens.device)
     sharding.offsets(kwargs["position_ids"], tokens.shape[0])
@@ -315,14 +328,14 @@ def _no_mask(mask) -> str:
     )
 
 
-def subclass(base: type, sharding: Sharding, architecture: models.Architecture) -> type:
-    """A subclass of an attention or decoder class that works on shards.
+def subclass(base: type, sharding: Sharding, architecture: models.Architecture, attention=attention_forward) -> type:
+    """A subclass of an attention or decoder class that works on shards; attention makes the former's forward.
 
     The decoder's keeps the name of its base, by which transformers finds what hidden states it may record.
     """
     members = {"_upipe": sharding, "__module__": base.__module__}
     if architecture.is_attention(base):
-        members |= {"__call__": attention_call(base), "forward": attention_forward(base.forward, architecture)}
+        members |= {"__call__": attention_call(base), "forward": attention(base.forward, architecture)}
         return type(f"UPipe{base.__name__}", (base,), members)
     members |= {"__qualname__": base.__qualname__, "forward": decoder_forward(base.forward)}
     return type(base.__name__, (base,), members)
@@ -398,6 +411,14 @@ class Handle:
         self._check_open()
         return AdaptedLoader(loader, self.mpu)
 
+    def positions(self, length: int) -> torch.Tensor:
+        """[1, L] positions in the padded sequence of this rank's `length` tokens."""
+        return self._sharding.local_positions(length, self.device)
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The shards [B, L, ...] of a sequence's ranks as the whole padded one in its order, [B, S, ...]; collective, no autograd."""
+        return self._sharding.join(local.detach())
+
     def _check_open(self) -> None:
         if self._sharding.closed:
             raise PreflightError("this handle was removed: call upipe.apply again")
@@ -437,9 +458,9 @@ class Handle:
                 f"the batch was sharded for sp_size={batch['sp_size']}, this handle has {self.sp_size}: shard it with this handle"
             )
         ring = 1 if batch is None else batch.get("ring_degree", 1)
-        if batch is not None and ring != self.config.ring_degree:
+        if batch is not None and ring != self.mpu.ring_size:
             raise PreflightError(
-                f"the batch was sharded for ring_degree={ring}, this handle has {self.config.ring_degree}: shard it with this handle"
+                f"the batch was sharded for ring_degree={ring}, this handle has {self.mpu.ring_size}: shard it with this handle"
             )
         self._check_model(engine)
         if not hasattr(engine, "zero_optimization_stage"):
@@ -490,17 +511,21 @@ class Handle:
     def report(self) -> str:
         """What was patched, the head schedule, the kernels that ran, and what else of the memory stack is on the model."""
         c = self.config
-        others = {id(part): part for m in self.model.modules() for part in _stack_parts(m)}
         lines = [
             f"UPipe on {type(self.model).__name__}: {self._layers} attention layers, "
             f"sequence parallel {self.mesh} x data parallel {self.dp_size}",
             *(schedule.describe() for schedule in self._sharding.schedules.values()),
             *(f"attention kernel: {name} ({case})" for case, name in self.kernels.items()),
             f"attention output on the {c.attention_output}, exchange {'' if c.overlap else 'not '}overlapped, dx by {c.dx}",
-            *(part.report() for part in others.values()),
+            *self._other_reports(),
             *self._notes,
         ]
         return "\n".join(lines)
+
+    def _other_reports(self) -> list[str]:
+        """Of what else was put on the model."""
+        others = {id(part): part for m in self.model.modules() for part in _stack_parts(m)}
+        return [part.report() for part in others.values()]
 
     def remove(self) -> None:
         """Make the model plain again and give the process groups back. Engines made with `mpu` must not step afterwards.
@@ -542,11 +567,7 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     preflight.check_groups(config.sp_size, config.ring_degree, node_ranks())
     preflight.check_kernel_name(config.kernel)
     preflight.check_modes(config)
-    for module in model.modules():
-        if "_upipe" in vars(type(module)) and type(module)._upipe.closed:
-            module.__class__ = type(module).__mro__[1]
-    if any(hasattr(module, "_upipe") for module in model.modules()):
-        raise PreflightError("UPipe is on this model already: call remove() on its handle first")
+    check_unpatched(model)
     found = preflight.find_attention(model)
     for name, module, architecture in found:
         preflight.check_config(module.config)
@@ -557,6 +578,22 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
         preflight.check_schedule(*architecture.heads(module), config.ulysses_degree, config.heads_per_stage)
 
     sharding = Sharding(config, SequenceParallelGroups(config.sp_size, config.ring_degree))
+    for _, module, architecture in found:
+        sharding.schedule(*architecture.heads(module))
+    return patch(model, sharding, found, Handle, attention_forward, ds_config)
+
+
+def check_unpatched(model: nn.Module) -> None:
+    """Refuse a model that is sharded already; take off what a removed handle left on a copy."""
+    for module in model.modules():
+        if "_upipe" in vars(type(module)) and type(module)._upipe.closed:
+            module.__class__ = type(module).__mro__[1]
+    if any(hasattr(module, "_upipe") for module in model.modules()):
+        raise PreflightError("UPipe is on this model already: call remove() on its handle first")
+
+
+def patch(model: nn.Module, sharding: Sharding, found: list, handle_class: type[Handle], attention, ds_config) -> Handle:
+    """Give attention and decoder of a checked model their subclasses. found: as `preflight.find_attention` returned it."""
     subclasses: dict[type, type] = {}
     patched = []
     for module in model.modules():
@@ -564,13 +601,11 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
         architecture = models.of_attention(cls) or models.of_decoder(cls)
         if architecture is not None:
             if cls not in subclasses:
-                subclasses[cls] = subclass(cls, sharding, architecture)
+                subclasses[cls] = subclass(cls, sharding, architecture, attention)
             module.__class__ = subclasses[cls]
             patched.append(module)
-    for _, module, architecture in found:
-        sharding.schedule(*architecture.heads(module))
     layer = _layer_of(model, found[0][0])
-    handle = Handle(model, sharding, patched, len(found), sum(preflight.numel(p) for p in layer.parameters()))
+    handle = handle_class(model, sharding, patched, len(found), sum(preflight.numel(p) for p in layer.parameters()))
     if ds_config is not None:
         handle._note_live_layers(json.loads(Path(ds_config).read_text()) if isinstance(ds_config, str) else ds_config)
     return handle

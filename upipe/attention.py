@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from upipe import models, preflight
 from upipe.apply import Sharding, UPipeConfig, apply, subclass
-from upipe.comm import SequenceParallelGroups, all_to_all, init_distributed, node_ranks
+from upipe.comm import SequenceParallelGroups, init_distributed, node_ranks
+from upipe.heads import to_heads, to_tokens
 from upipe.preflight import PreflightError
 
 
@@ -190,7 +191,7 @@ class UPipeDistributedAttention(DistributedAttention):
             firsts: first kv head of each arrival that is here; kv: k and v of each, in that order.
             """
             row = schedule.table[stage]
-            gathered = _to_heads(q, [e.q_heads for e in row], rank, self.spg)
+            gathered = to_heads(q, [e.q_heads for e in row], rank, self.spg)
             parts, held = [], dict(zip(firsts, zip(kv[::2], kv[1::2])))
             for call in row[rank].calls:
                 first, kv_first = call.q_first - row[rank].q_heads.start, call.kv_first - firsts[call.arrival]
@@ -207,12 +208,12 @@ class UPipeDistributedAttention(DistributedAttention):
             own = torch.cat(parts, dim=2) if parts else gathered
             # Every rank must walk back through every exchange, also those that brought it nothing.
             own = own + sum(t.sum() for t in kv if t.shape[2] == 0)
-            return _to_tokens(own, [len(e.q_heads) for e in row], self.spg)
+            return to_tokens(own, [len(e.q_heads) for e in row], self.spg)
 
         for stage, row in enumerate(schedule.table):
             arriving = [e.kv_arriving for e in row]
             if any(arriving):
-                resident[stage] = (arriving[rank].start, *(_to_heads(t, arriving, rank, self.spg) for t in (k, v)))
+                resident[stage] = (arriving[rank].start, *(to_heads(t, arriving, rank, self.spg) for t in (k, v)))
             firsts = {arrived: entry[0] for arrived, entry in resident.items()}
             flat = [t for entry in resident.values() for t in entry[1:]]
             # Reentrant: recomputes whole, so that every rank repeats every exchange in the same order.
@@ -226,34 +227,3 @@ class UPipeDistributedAttention(DistributedAttention):
                 del resident[arrived]
         out = torch.stack([pieces[h] for h in range(schedule.heads)], dim=2)
         return out.transpose(0, 1) if batch_dim_idx == 0 else out
-
-
-class _Exchange(torch.autograd.Function):
-    """`comm.all_to_all` whose backward is the exchange the other way."""
-
-    @staticmethod
-    def forward(ctx, flat, send_sizes, recv_sizes, group):
-        ctx.back = (recv_sizes, send_sizes, group)
-        return all_to_all(flat, send_sizes, recv_sizes, group).view(-1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_to_all(grad.contiguous(), *ctx.back), None, None, None
-
-
-def _to_heads(tokens: torch.Tensor, heads: list[range], rank: int, group) -> torch.Tensor:
-    """[L, B, H, d] of every rank -> the whole sequence of heads[rank], [S, B, len(heads[rank]), d]."""
-    L, B, _, d = tokens.shape
-    flat = torch.cat([tokens[:, :, h.start : h.stop].reshape(-1) for h in heads])
-    mine = len(heads[rank])
-    got = _Exchange.apply(flat, [L * B * len(h) * d for h in heads], [L * B * mine * d] * len(heads), group)
-    return got.view(len(heads) * L, B, mine, d)
-
-
-def _to_tokens(whole: torch.Tensor, counts: list[int], group) -> torch.Tensor:
-    """[S, B, own heads, d] of every rank -> this rank's tokens of all of them, [L, B, sum(counts), d]."""
-    S, B, _, d = whole.shape
-    L = S // len(counts)
-    sizes = [L * B * n * d for n in counts]
-    got = _Exchange.apply(whole.reshape(-1), [whole.numel() // len(counts)] * len(counts), sizes, group)
-    return torch.cat([t.view(L, B, n, d) for t, n in zip(got.split(sizes), counts)], dim=2)

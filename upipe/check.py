@@ -72,9 +72,9 @@ class CheckResult:
     def __str__(self) -> str:
         worst = self.worst
         lines = [
-            f"self-check in {self.dtype}: UPipe under DeepSpeed against the unsharded model, "
+            f"self-check in {self.dtype}: sharded under DeepSpeed against the unsharded model, "
             + ("one batch" if self.batches == 1 else f"errors over {self.batches} batches"),
-            f"  loss      UPipe {self.loss:.7f}   unsharded {self.reference_loss:.7f}   "
+            f"  loss      sharded {self.loss:.7f}   unsharded {self.reference_loss:.7f}   "
             f"relative error {self.errors['loss']:.2e} (allowed {self.allowed('loss'):.2e})",
             f"  gradients worst of {len(self.errors) - 1}: {worst}   "
             f"relative error {self.errors[worst]:.2e} (allowed {self.allowed(worst):.2e})",

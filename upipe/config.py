@@ -60,7 +60,8 @@ def load(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ...] 
 def from_mapping(cls: type[T], mapping: dict[str, Any], *, key: str = "", folder: str | Path = ".") -> T:
     """The dataclass `cls` filled from a plain mapping. `key` is the dotted prefix that error messages show, `folder`
     what relative `File` values are relative to. A class method `filled(mapping)` of the class returns the mapping with what it
-    adds where nothing was given (presets do). Raises ConfigError."""
+    adds where nothing was given (presets do); `section(value)` the mapping that a plain value in its place stands for. Raises
+    ConfigError."""
     hints = typing.get_type_hints(cls, include_extras=True)
     if hasattr(cls, "filled"):
         mapping = cls.filled(mapping)
@@ -133,6 +134,7 @@ def convert(hint: Any, value: Any, *, key: str, folder: str | Path = ".") -> Any
             return tuple(convert(a, v, key=f"{key}[{i}]", folder=folder) for i, (a, v) in pairs)
         return origin(convert(args[0], v, key=f"{key}[{i}]", folder=folder) for i, v in enumerate(value))
     if dataclasses.is_dataclass(hint):
+        value = _section(hint, value)
         if not isinstance(value, dict):
             raise ConfigError(f"{key}={value!r}: expected a section with keys {', '.join(_names(hint))}")
         return from_mapping(hint, value, key=f"{key}.", folder=folder)
@@ -194,11 +196,17 @@ def _override(cls: Any, mapping: dict[str, Any], override: str) -> None:
         if i < len(names) - 1:
             if not dataclasses.is_dataclass(hint):
                 raise ConfigError(f"{dotted}: {'.'.join(walked)} is not a section")
-            mapping = mapping.setdefault(name, {})
+            mapping[name] = _section(hint, mapping.get(name, {}))
+            mapping = mapping[name]
             if not isinstance(mapping, dict):
                 raise ConfigError(f"{'.'.join(walked)}={mapping!r}: expected a section")
     converted = convert(hint, value, key=dotted, folder=Path.cwd())
     mapping[names[-1]] = value if dataclasses.is_dataclass(hint) else converted
+
+
+def _section(cls: Any, value: Any) -> Any:
+    """The mapping that a section written as a plain value stands for, where its class says so."""
+    return cls.section(value) if hasattr(cls, "section") and not isinstance(value, dict) else value
 
 
 def _names(cls: Any) -> list[str]:

@@ -543,6 +543,8 @@ def apply_fused_layers(model: nn.Module, handle, config: FusedLayersConfig | Non
     tiled._check_tokens("mlp_tokens", config.mlp_tokens)
     if getattr(handle, "model", None) is not model:
         raise PreflightError("handle is not that of upipe.apply on this model: give what upipe.apply(model, ...) returned")
+    if hasattr(handle, "method"):
+        raise PreflightError(f"method={handle.method.name}: a fused layer is of method=upipe; leave the layers in parts")
     if handle.config.dx != "gemm":
         raise PreflightError(f'dx={handle.config.dx!r}: a fused layer writes dx over the incoming gradient, use dx="gemm"')
     fused = FusedLayers(model, config)

@@ -116,6 +116,10 @@ class SimulatedAttention(Kernel):
     def declines(self, case: Case) -> str | None:
         return None
 
+    def without_mask(self) -> SimulatedAttention:
+        """What stands for its calls without a causal mask (`ring.full_of`)."""
+        return self
+
     def forward(self, q, k, v, scale, offsets=None, window=None, softcap=None, out=None):
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         # Only a kernel that writes where it is told makes no output of its own.

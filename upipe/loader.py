@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -108,19 +108,30 @@ def _check_mask(mask: torch.Tensor, targets: torch.Tensor) -> None:
         raise PreflightError(f"row {row} has labels on padding (attention_mask 0): set labels to -100 there")
 
 
-def shard_batch(batch: dict[str, torch.Tensor], sp_size: int, sp_rank: int, ring_degree: int = 1) -> dict[str, torch.Tensor]:
-    """This rank's [B, L] of a prepared batch, as `zigzag.shards` has them. Padding: token 0, label -100, positions that go on."""
-    S, ulysses = batch["input_ids"].shape[1], sp_size // ring_degree
-    extra, parts = zigzag.padding(S, ring_degree, ulysses), zigzag.shards(S, ring_degree, ulysses, *divmod(sp_rank, ulysses))
-    local = {}
+def padded(batch: dict[str, torch.Tensor], extra: int) -> dict[str, torch.Tensor]:
+    """A prepared batch with so many more tokens at the end of each row: token 0, label -100, positions that go on."""
+    if not extra:
+        return batch
+    longer = {}
     for key, value in batch.items():
-        if extra and key == "position_ids":
-            value = torch.cat((value, value[:, -1:] + torch.arange(1, extra + 1, device=value.device)), dim=1)
-        elif extra:
-            value = torch.nn.functional.pad(value, (0, extra), value=IGNORE if key == "shift_labels" else 0)
-        pieces = [value[:, part.start : part.stop] for part in parts]
-        local[key] = pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, dim=1)
-    return local
+        if key == "position_ids":
+            more = torch.arange(1, extra + 1, device=value.device)
+            longer[key] = torch.cat((value, value[:, -1:] + more), dim=1)
+        else:
+            longer[key] = torch.nn.functional.pad(value, (0, extra), value=IGNORE if key == "shift_labels" else 0)
+    return longer
+
+
+def cut(batch: dict[str, torch.Tensor], parts: Sequence[range]) -> dict[str, torch.Tensor]:
+    """[B, L] of a padded batch: the tokens at these positions, in this order."""
+    return {key: torch.cat([value[:, p.start : p.stop] for p in parts], dim=1).contiguous() for key, value in batch.items()}
+
+
+def shard_batch(batch: dict[str, torch.Tensor], sp_size: int, sp_rank: int, ring_degree: int = 1) -> dict[str, torch.Tensor]:
+    """This rank's [B, L] of a prepared batch, padded (`padded`), as `zigzag.shards` has them."""
+    S, ulysses = batch["input_ids"].shape[1], sp_size // ring_degree
+    whole = padded(batch, zigzag.padding(S, ring_degree, ulysses))
+    return cut(whole, zigzag.shards(S, ring_degree, ulysses, *divmod(sp_rank, ulysses)))
 
 
 class ShardedLoader:
@@ -131,18 +142,21 @@ class ShardedLoader:
     num_valid (0-d int64: valid tokens of the window over all ranks), accumulation, sp_size and ring_degree (int). Iteration ends on
     every rank when one of them has no whole window left; what is left over is dropped with a warning.
 
+    Args:
+        cut: this rank's shard of a prepared batch, called as `shard_batch`.
+
     Raises:
         PreflightError: ranks of a sequence-parallel group were given different batches, or a batch is refused.
     """
 
     def __init__(
         self, loader: Iterable[dict], groups: SequenceParallelGroups, device: torch.device, accumulation: int = 1,
-        vocabulary: int | None = None,
+        vocabulary: int | None = None, cut: Callable[[dict[str, torch.Tensor], int, int, int], dict[str, torch.Tensor]] = shard_batch,
     ) -> None:
         if not isinstance(accumulation, int) or accumulation < 1:
             raise PreflightError(f"accumulation={accumulation!r} must be a positive integer")
         self.loader, self.groups, self.device, self.accumulation = loader, groups, device, accumulation
-        self.vocabulary = vocabulary
+        self.vocabulary, self.cut = vocabulary, cut
 
     def __len__(self) -> int:
         return len(self.loader) // self.accumulation * self.accumulation
@@ -169,7 +183,7 @@ class ShardedLoader:
                 return
             num_valid = torch.tensor(counts, device=self.device)
             for batch in window:
-                local = shard_batch(batch, self.groups.sp_size, self.groups.sp_rank, self.groups.ring_size)
+                local = self.cut(batch, self.groups.sp_size, self.groups.sp_rank, self.groups.ring_size)
                 local = {key: value.to(self.device, non_blocking=True) for key, value in local.items()}
                 yield {
                     **local, "num_valid": num_valid, "accumulation": self.accumulation, "sp_size": self.groups.sp_size,

@@ -21,12 +21,14 @@ import torch
 from torch import nn
 
 from upipe import host
-from upipe.apply import Handle, UPipeConfig, apply
+from upipe.apply import Handle, UPipeConfig
 from upipe.block import checkpoint_contexts
 from upipe.build import ModelConfig, ModelSizes
 from upipe.config import ConfigError, Length, parse_length
 from upipe.layer import FusedLayers, FusedLayersConfig, apply_fused_layers, layer_contexts
 from upipe.loss import LOSS_TILE_TOKENS
+from upipe.methods import MethodConfig, apply_method
+from upipe.methods import config as methods
 from upipe.offload import CheckpointConfig, Checkpointing, apply_checkpointing
 from upipe.tiled import MLP_TILE_TOKENS, NORM_TILE_TOKENS, Tiling, TilingConfig, apply_tiling
 
@@ -134,6 +136,8 @@ def fill(mapping: dict[str, Any], tokens: Any) -> dict[str, Any]:
         return filled
     name = memory.get("preset", "none")
     for section, values in PRESETS[name].items():
+        if section == "upipe" and methods.name_in(mapping) != "upipe":
+            continue
         given = filled.setdefault(section, {}) if section != "model" else filled.get(section)
         if isinstance(given, dict):
             if section == "upipe" and memory.get("fused_layers") is True:
@@ -160,12 +164,13 @@ def check(run: Any) -> None:
     """Refuse settings that do not go together, before anything is built.
 
     Args:
-        run: has the sections model, train, upipe and memory.
+        run: has the sections model, train, method (or its name), upipe and memory.
 
     Raises:
         ValueError: naming the values and what would work.
     """
     model, train, upipe, memory = run.model, run.train, run.upipe, run.memory
+    methods.check(methods.of(run.method), upipe, memory)
     if memory.offload != "none" and model.checkpointing != "non-reentrant":
         why = {
             "none": "it sends the saved inputs of checkpointed layers",
@@ -248,7 +253,7 @@ def make_plan(
     """Settle what depends on sizes, and refuse what the host cannot hold.
 
     Args:
-        run: has the sections model, train, upipe and memory, which `check` passed.
+        run: has the sections model, train, method (or its name), upipe and memory, which `check` passed.
         tokens: S, of a sequence.
         world, local_ranks: processes of the run, and of one host.
         device_bytes: memory of the GPU; None on the CPU.
@@ -280,14 +285,18 @@ def make_plan(
     attention = 0
     if upipe.attention_output == "host":
         attention = sizes.layers * rows * (sizes.attention_width * itemsize + sizes.heads * 4)
+    # A layer that is checkpointed keeps its chunks during its own backward alone.
+    alive = sizes.layers if run.model.checkpointing == "none" else 1
+    chunks = alive * methods.host_bytes(methods.of(run.method), rows, sizes.attention_width, sizes.heads, itemsize)
     states = 12 * sizes.parameters // world if memory.optimizer == "cpu" else 0
     fused = FusedLayersConfig(memory.mlp_tokens or FusedLayersConfig.mlp_tokens, memory.reuse_grad) if memory.fused_layers else None
-    on_host = sent * input_bytes + attention + states
+    on_host = sent * input_bytes + attention + chunks + states
     plan = Plan(tiling, checkpointing, sizes.layers, sent, input_bytes, attention, on_host, memory.preset, fused)
     if plan.host_bytes * local_ranks > host_bytes:
         parts = (
             (sent * input_bytes, f"{sent} layer inputs of {input_bytes / GIB:.2f} GiB", "a larger keep_layers_on_gpu"),
             (attention, f"attention outputs of {attention / GIB:.2f} GiB", "attention_output: device"),
+            (chunks, f"attention's chunks of up to {chunks / GIB:.2f} GiB", "another method"),
             (states, f"optimizer states of {states / GIB:.2f} GiB", "optimizer: device"),
         )
         what, works = ([part[i] for part in parts if part[0]] for i in (1, 2))
@@ -350,9 +359,11 @@ class Stack:
                 part.remove()
 
 
-def apply_stack(model: nn.Module, plan: Plan, config: UPipeConfig, ds_config: dict | None = None) -> Stack:
-    """Put tiling, UPipe, fused layers and checkpointing on a model, before `deepspeed.initialize`; collective. The model's
-    own checkpointing must be off where the plan has one (`Plan.model`).
+def apply_stack(
+    model: nn.Module, plan: Plan, config: UPipeConfig, ds_config: dict | None = None, method: MethodConfig | str = "upipe"
+) -> Stack:
+    """Put tiling, UPipe or another method, fused layers and checkpointing on a model, before `deepspeed.initialize`; collective. The
+    model's own checkpointing must be off where the plan has one (`Plan.model`).
 
     Raises:
         PreflightError: from the parts. ConfigError: liger-kernel is asked for and not installed, or there is no GPU.
@@ -363,7 +374,7 @@ def apply_stack(model: nn.Module, plan: Plan, config: UPipeConfig, ds_config: di
     try:
         tiling = None if plan.tiling is None else apply_tiling(model, plan.tiling)
         done += [tiling]
-        handle = apply(model, config, ds_config=ds_config)
+        handle = apply_method(model, method, config, ds_config)
         done += [handle]
         fused = None if plan.fused is None else apply_fused_layers(model, handle, plan.fused)
         done += [fused]

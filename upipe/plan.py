@@ -357,6 +357,8 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
     kept: use results in plan_layers.json; False simulates anew.
     """
     sp, world, tokens = run.upipe.sp_size, machine.world, run.data.tokens
+    if run.method.name != "upipe":
+        raise ConfigError(f"method={run.method.name}: only method=upipe is simulated; plan with it, and leave method out")
     if sp < 1 or world % sp:
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(f"upipe.sp_size={sp} does not divide the {world} GPUs; use one of {', '.join(map(str, divisors))}")

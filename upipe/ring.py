@@ -119,6 +119,8 @@ def full_of(kernel: Kernel) -> Kernel:
     Raises:
         ValueError: there is none, naming the kernels that have one.
     """
+    if hasattr(kernel, "without_mask"):
+        return kernel.without_mask()
     if type(kernel) not in FULL:
         raise ValueError(f"kernel {kernel} is not served on a ring, which needs calls without a causal mask: use {_served()}")
     return FULL[type(kernel)]()

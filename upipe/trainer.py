@@ -37,6 +37,7 @@ from upipe.data import DataConfig, EpochBatches, EvaluationBatches, build_data, 
 from upipe.environment import host_gib
 from upipe.loss import LossTerms
 from upipe.memory import MemoryConfig, apply_stack, make_plan
+from upipe.methods import MethodConfig
 from upipe.metrics import FILE as METRICS
 from upipe.metrics import Metrics, check_installed
 from upipe.optimize import TrainConfig, build_optimizer, deepspeed_config, learning_rate
@@ -55,6 +56,7 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig
     train: TrainConfig = field(default_factory=TrainConfig)
+    method: MethodConfig = field(default_factory=MethodConfig)
     upipe: UPipeConfig = field(default_factory=UPipeConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
@@ -132,7 +134,7 @@ class Trainer:
         if vocabulary < tokens:
             raise ConfigError(f"the model's vocabulary of {vocabulary} is smaller than the tokenizer's {tokens}")
         self._warn_of_length()
-        self.stack = apply_stack(self.model, plan, config.upipe, self.ds_config)
+        self.stack = apply_stack(self.model, plan, config.upipe, self.ds_config, config.method)
         self.handle = self.stack.handle
         self.batches = EpochBatches(
             self.data.train,
