@@ -19,6 +19,11 @@ class PreflightError(ValueError):
 
 ROUTER_LOSS = "output_router_logits=True: the load-balancing loss of a shard is not that of the sequence; set it to False"
 
+RECURRENT = (
+    "whose state and convolution run from shard to shard of a sequence: shards by themselves would be wrong without a sign of it. "
+    "Only GLM-5.3-Flash's are sharded (upipe.glm); train other hybrids unsharded, with upipe.offload and tiling for memory"
+)
+
 
 def check_arguments(model, config, config_class: type) -> None:
     """The types of what `apply` was given."""
@@ -80,6 +85,9 @@ def check_config(config) -> None:
     Args:
         config: the text model's config.
     """
+    kinds = models.recurrent_layers(config)
+    if kinds:
+        raise PreflightError(f"model type {config.model_type!r} has {', '.join(kinds)} layers, {RECURRENT}")
     architecture = models.of_model_type(config.model_type)
     if architecture is None:
         raise PreflightError(
@@ -177,7 +185,10 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 
 def find_attention(model: nn.Module) -> list[tuple[str, nn.Module, models.Architecture]]:
-    """The attention modules of a model; refuses a model that has none or has others beside them."""
+    """The attention modules of a model; refuses a model that has none or has others, or recurrent layers, beside them."""
+    recurrent = sorted({type(module).__name__ for module in model.modules() if models.is_recurrent(module)})
+    if recurrent:
+        raise PreflightError(f"{type(model).__name__} has {', '.join(recurrent)}, {RECURRENT}")
     found, strangers = [], []
     for name, module in model.named_modules():
         architecture = models.of_attention(type(module))
