@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.glm_modules import assert_all_close, assert_all_equal, glm, make, passes, random, tiny_glm
 from tests.plain import assert_close
-from upipe.glm.hyper import collapse, expand, sinkhorn
+from upipe.glm.hyper import HyperConnection, collapse, expand, sinkhorn
 from upipe.glm.kda import KDAConfig, linear_attention
 from upipe.glm.moe import MoEConfig, mixture_of_experts
 from upipe.live import LiveStorages
@@ -24,6 +24,8 @@ def test_a_site_is_that_of_transformers_and_recompute_changes_no_bit(tile):
     got = {mode: passes(connection, X, lambda t, mode=mode: collapse(connection, t, mode, tile), WEIGHTS) for mode in ("none", "selective")}
     assert_all_close(got["none"], expected, 1e-5)
     assert_all_equal(got["selective"], got["none"])
+    connection.__class__, connection.tile_tokens = HyperConnection, tile
+    assert_all_equal(passes(connection, X, connection, WEIGHTS), got["none"])
 
 
 def test_the_mapping_of_bf16_streams_is_fp32():

@@ -2,6 +2,7 @@
 ranks: contiguous, zigzag and ring x Ulysses shards, packed rows, both exchanges, groups that do not divide."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,11 +10,20 @@ import torch.distributed as dist
 from torch import nn
 from transformers.models.glm5_next.modeling_glm5_next import chunk_kimi_delta_attention
 
-from tests.glm_modules import assert_all_close, local, make, passes, random, shards_of, summed
+from tests.glm_modules import assert_all_close, glm, local, make, passes, random, shards_of, summed, tiny_glm
 from tests.plain import assert_close
 from upipe.glm import conv, kda
 from upipe.glm.conv import short_convolution
-from upipe.glm.kda import KDAConfig, TokenShards, chunk_kda, choose_exchange, linear_attention, recurrent_kda, select_kernel
+from upipe.glm.kda import (
+    KDAConfig,
+    KimiDeltaAttention,
+    TokenShards,
+    choose_exchange,
+    chunk_kda,
+    linear_attention,
+    recurrent_kda,
+    select_kernel,
+)
 from upipe.live import LiveStorages
 from upipe.preflight import PreflightError
 
@@ -32,7 +42,9 @@ def results(function, tensors, *more):
 
 
 @pytest.mark.parametrize("offsets", [None, PACKED], ids=["whole", "packed"])
-@pytest.mark.parametrize("strongest, dtype, tolerance", [(0.5, torch.float32, 2e-5), (5.0, torch.float32, 2e-5), (5.0, torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    "strongest, dtype, tolerance", [(0.5, torch.float32, 2e-5), (5.0, torch.float32, 2e-5), (5.0, torch.float64, 1e-12)]
+)
 def test_chunks_are_the_recurrence(strongest, dtype, tolerance, offsets):
     """Segments of 2 chunks, so that states are handed on and replayed; lengths that chunks do not divide."""
     tensors = inputs(80, strongest, dtype)
@@ -72,6 +84,7 @@ def peak_of(function, make_tensors):
 
 def test_memory_is_linear_in_the_tokens():
     """Per token and head at K = V = 128 in bf16, gradients included; transformers' fallback takes 32 KiB for decays alone."""
+
     def tensors(S):
         q, k, v, g = (torch.empty(1, S, 2, 128, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(4))
         return [q, k, v, g, torch.empty(1, S, 2, device="meta", dtype=torch.bfloat16, requires_grad=True)]
@@ -87,8 +100,10 @@ def plain_convolution(x, weight, offsets):
     K = weight.shape[1]
     rows = []
     for row, starts in zip(x, offsets or [(0, x.shape[1])] * x.shape[0]):
-        parts = [nn.functional.conv1d(row[None, a:b].mT, weight[:, None], padding=K - 1, groups=weight.shape[0])[0, :, : b - a].mT
-                 for a, b in zip(starts, starts[1:])]
+        parts = [
+            nn.functional.conv1d(row[None, a:b].mT, weight[:, None], padding=K - 1, groups=weight.shape[0])[0, :, : b - a].mT
+            for a, b in zip(starts, starts[1:])
+        ]
         rows.append(nn.functional.silu(torch.cat(parts)))
     return torch.stack(rows)
 
@@ -106,12 +121,17 @@ def test_short_convolution(offsets, monkeypatch):
         check(tile)
     with pytest.raises(ValueError, match="tile_tokens=2 with 4 taps.*at least 3"):
         short_convolution(*tensors, offsets, 2)
-    monkeypatch.setattr(conv, "_halo", lambda part, weight: part.start)     # without the halo it is wrong
+    monkeypatch.setattr(conv, "_halo", lambda part, weight: part.start)  # without the halo it is wrong
     with pytest.raises(AssertionError):
         check(7)
 
 
-CONFIGS = [KDAConfig("gather", 3, tile_tokens=7), KDAConfig("all_to_all", 3), KDAConfig("gather", 1), KDAConfig("all_to_all", 100, tile_tokens=7)]
+CONFIGS = [
+    KDAConfig("gather", 3, tile_tokens=7),
+    KDAConfig("all_to_all", 3),
+    KDAConfig("gather", 1),
+    KDAConfig("all_to_all", 100, tile_tokens=7),
+]
 
 
 def layer_passes(module, x, shards, config, weights):
@@ -124,6 +144,18 @@ def test_the_layer_is_that_of_transformers(lower_bound):
     expected = passes(module, x, module, (w,))
     for config in CONFIGS:
         assert_all_close(layer_passes(module, x, None, config, w), expected, 2e-5)
+    module.__class__ = KimiDeltaAttention
+    assert_all_close(passes(module, x, module, (w,)), expected, 2e-5)
+
+
+def test_the_replaced_class_takes_a_layout():
+    """Documents of the layout, one list for both rows, are rows by themselves."""
+    module, x = make("LinearAttention"), random(2, 80, 32)
+    module.__class__ = KimiDeltaAttention
+    layout = SimpleNamespace(split=SimpleNamespace(group=None, ring=1, ulysses=1), documents=((0, 30, 80),))
+    alone = torch.cat([module(x[:, :30]), module(x[:, 30:])], 1)
+    assert_close("out", module(x, layout=layout), alone, 1e-5)
+    assert (module(x) - alone)[:, 30:].norm() > 0.01 * alone.norm()
 
 
 def test_in_bf16_it_is_no_worse_than_transformers():
@@ -172,7 +204,7 @@ def breaks(name):
     broken = {
         "order": (TokenShards, "natural", lambda self, t: t.transpose(0, 1).flatten(1, 2)),
         "halo": (conv, "_halo", lambda part, weight: part.start),
-        "seams": (TokenShards, "natural", joined),      # control: nothing is broken
+        "seams": (TokenShards, "natural", joined),  # control: nothing is broken
     }[name]
     before = getattr(broken[0], broken[1])
     setattr(*broken)
@@ -195,8 +227,16 @@ def bytes_sent(exchange):
     """Elements that a forward hands to collectives for other ranks."""
     module, x, sent = make("LinearAttention"), random(1, 8, 32), []
     real_gather, real_swap = dist.all_gather_into_tensor, kda.exchange
-    dist.all_gather_into_tensor = lambda out, t, group: (sent.append(t.numel() * (dist.get_world_size() - 1)), real_gather(out, t, group=group))
-    kda.exchange = lambda send, recv, a, b, group: (sent.append(sum(a) - a[dist.get_rank()]), real_swap(send, recv, a, b, group))
+
+    def gather(out, t, group):
+        sent.append(t.numel() * (dist.get_world_size() - 1))
+        real_gather(out, t, group=group)
+
+    def swap(send, recv, sizes, recv_sizes, group):
+        sent.append(sum(sizes) - sizes[dist.get_rank()])
+        real_swap(send, recv, sizes, recv_sizes, group)
+
+    dist.all_gather_into_tensor, kda.exchange = gather, swap
     try:
         linear_attention(module, x, shards_of(dist.get_world_size(), 1), KDAConfig(exchange))
     finally:
@@ -208,7 +248,7 @@ def test_the_exchange_is_the_one_that_sends_less(worlds):
     """Counted: hidden 32 and 8 heads of 8 are 328 projections a token, 10.25 times as wide, as in the published shape."""
     for ranks in (2, 4):
         gather, swap = (worlds(ranks).run(bytes_sent, exchange=e)[0] for e in ("gather", "all_to_all"))
-        back = 8 * 64 * (ranks - 1) // ranks        # outputs to their tokens, the same for both
+        back = 8 * 64 * (ranks - 1) // ranks  # outputs to their tokens, the same for both
         assert gather - back == 8 * 32 * (ranks - 1) and swap - back == 8 * 328 * (ranks - 1) // ranks
     assert [choose_exchange(P, 32, 8, 8) for P in (2, 10, 11)] == ["gather", "gather", "all_to_all"]
     assert [choose_exchange(P, 4096, 64, 128) for P in (1, 8, 10, 11, 64)] == ["gather"] * 3 + ["all_to_all"] * 2
@@ -216,6 +256,7 @@ def test_the_exchange_is_the_one_that_sends_less(worlds):
 
 def test_the_peak_is_a_group_s():
     """Bytes a token that a layer takes beyond x and the parameters: 16 heads at once, and 4 at a time."""
+
     def peak(heads, S):
         with torch.device("meta"):
             module = make_meta(16, 128, 64)
@@ -231,8 +272,6 @@ def test_the_peak_is_a_group_s():
 
 
 def make_meta(heads, head_dim, hidden):
-    from tests.glm_modules import glm, tiny_glm
-
     config = tiny_glm(hidden_size=hidden, linear_num_heads=heads, linear_head_dim=head_dim)
     return glm.Glm5NextTextLinearAttention(config, 0).to(torch.bfloat16)
 

@@ -9,7 +9,17 @@ from torch import nn
 from tests.glm_modules import assert_all_close, assert_all_equal, make, passes, random, summed
 from tests.world import RankFailure, RankTimeout
 from upipe.glm import moe
-from upipe.glm.moe import ExpertLoad, MoEConfig, combine, combine_dtype, mixture_of_experts, nvls_possible, route, shard_experts
+from upipe.glm.moe import (
+    ExpertLoad,
+    MixtureOfExperts,
+    MoEConfig,
+    combine,
+    combine_dtype,
+    mixture_of_experts,
+    nvls_possible,
+    route,
+    shard_experts,
+)
 from upipe.live import LiveStorages
 from upipe.offload import apply_checkpointing
 from upipe.preflight import PreflightError
@@ -20,7 +30,8 @@ def test_it_is_that_of_transformers_and_recompute_changes_no_bit(groups):
     module, x, w = make("MoE", **groups), random(2, 35, 32) * 3, random(2, 35, 32, seed=2)
     expected = passes(module, x, module, (w,))
     for tokens in (1, 16, 70, 1000):
-        got = [passes(module, x, lambda t, c=MoEConfig(tokens, recompute=r): mixture_of_experts(module, t, c), (w,)) for r in (True, False)]
+        configs = [MoEConfig(tokens, recompute=recompute) for recompute in (True, False)]
+        got = [passes(module, x, lambda t, config=config: mixture_of_experts(module, t, config), (w,)) for config in configs]
         assert_all_close(got[0], expected, 1e-5)
         assert_all_equal(*got)
 
@@ -90,7 +101,7 @@ def test_no_router_state_outlives_the_forward(monkeypatch):
     assert steps(module, x) == [(chosen, 0)] * 3
     stale, real = [], moe.token_weights
 
-    def leaking(scores, picked, router):        # as a dispatcher that keeps its probabilities
+    def leaking(scores, picked, router):  # as a dispatcher that keeps its probabilities
         stale.append(real(scores, picked, router))
         return stale[-1]
 
@@ -115,7 +126,7 @@ def bf16_is_fp32(elements, seed):
     narrow = everyone[0, rank].clone()
     for share in everyone[1:, rank]:
         narrow += share
-    assert torch.equal(narrow, exact) == (ranks == 2)      # why more than two ranks add in fp32
+    assert torch.equal(narrow, exact) == (ranks == 2)  # why more than two ranks add in fp32
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -126,7 +137,7 @@ def test_combining_is_the_fp32_sum_rounded(worlds, ranks):
 @pytest.mark.slow
 def test_combining_two_ranks_in_bf16_is_the_fp32_sum_of_64m_elements(worlds):
     for part in range(16):
-        worlds(2).run(bf16_is_fp32, elements=2**23, seed=10 * part)     # 2**22 of them on each rank
+        worlds(2).run(bf16_is_fp32, elements=2**23, seed=10 * part)  # 2**22 of them on each rank
 
 
 @pytest.mark.parametrize("environment, possible", [
@@ -144,9 +155,10 @@ class Layer(nn.Module):
     def __init__(self, load):
         super().__init__()
         self.mlp, self.load = make("MoE"), load
+        self.mlp.__class__, self.mlp.settings, self.mlp.load, self.mlp.layer = MixtureOfExperts, MoEConfig(16), load, 3
 
     def forward(self, x):
-        return x + mixture_of_experts(self.mlp, x, MoEConfig(16), self.load, 3)
+        return x + self.mlp(x)
 
 
 def test_load_of_each_expert():

@@ -36,8 +36,9 @@ def short_convolution(
     Raises:
         ValueError: tile_tokens smaller than the halo.
     """
-    if tile_tokens < weight.shape[1] - 1:
-        raise ValueError(f"tile_tokens={tile_tokens} with {weight.shape[1]} taps: a tile must hold its neighbour's halo, at least {weight.shape[1] - 1}")
+    halo = weight.shape[1] - 1
+    if tile_tokens < halo:
+        raise ValueError(f"tile_tokens={tile_tokens} with {halo + 1} taps: a tile must hold its neighbour's halo, at least {halo} tokens")
     return _ShortConvolution.apply(x, weight, ages(offsets, x), tile_tokens)
 
 
@@ -86,7 +87,7 @@ class _ShortConvolution(torch.autograd.Function):
         x, weight, age = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dw = torch.zeros_like(weight)
-        carried = None      # the gradient, unrounded, that a tile has for its halo: the last tokens of the tile before
+        carried = None  # the gradient, unrounded, that a tile has for its halo: the last tokens of the tile before
         for part in reversed(tiles(x.shape[1], ctx.tile_tokens)):
             begin = _halo(part, weight)
             wide = x[:, begin : part.stop].to(weight.dtype).detach().requires_grad_()

@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperConnection
 
 from upipe.glm.replay import by_rows
 from upipe.loss import wide_dtype
@@ -92,3 +93,18 @@ def expand(streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: tor
     """
     dtype = streams.dtype
     return post.to(dtype)[..., None] * y[..., None, :] + torch.matmul(comb.to(dtype).transpose(-1, -2), streams)
+
+
+class HyperConnection(Glm5NextTextHyperConnection):
+    """`Glm5NextTextHyperConnection` that keeps only its streams: give a module of transformers' this class."""
+
+    recompute: Recompute = "selective"
+    tile_tokens: int = HYPER_TILE_TOKENS
+
+    def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`collapse`."""
+        return collapse(self, hidden_streams, self.recompute, self.tile_tokens)
+
+    def expand(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+        """`expand`."""
+        return expand(streams, y, post, comb)

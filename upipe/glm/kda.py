@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, softplus
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention
 
 from upipe import zigzag
 from upipe.comm import exchange
@@ -97,7 +98,7 @@ def chunk_kda(q, k, v, g, beta, offsets: Offsets | None = None, segment_chunks: 
     if g.device.type != "meta" and g.numel() and g.amin() < STRONGEST:
         raise ValueError(f"a log-decay of {g.amin():.3g} a token is below {STRONGEST:g}, where chunks of {CHUNK} tokens overflow fp32")
     B, S = q.shape[:2]
-    if offsets is not None:     # every row is documents of one long row
+    if offsets is not None:  # every row is documents of one long row
         flat = (q, k, v, g, beta)
         starts = tuple(b * S + s for b, row in enumerate(offsets) for s in row[:-1]) + (B * S,)
         return _ChunkKDA.apply(starts, segment_chunks, *(t.reshape(1, B * S, *t.shape[2:]) for t in flat)).view(B, S, *v.shape[2:])
@@ -230,7 +231,7 @@ class TorchKDA(KDAKernel):
 
     def declines(self, device, lower_bound):
         if lower_bound is None or lower_bound < STRONGEST:
-            return f'linear_lower_bound={lower_bound}: chunks in fp32 need a decay bounded at {STRONGEST:g} or above; use kernel="fla" on a GPU'
+            return f'linear_lower_bound={lower_bound}: in fp32 it must be at least {STRONGEST:g}; use kernel="fla" on a GPU'
         return None
 
     def __call__(self, q, k, v, f, beta, a_log, dt_bias, lower_bound, offsets):
@@ -280,13 +281,13 @@ def select_kernel(name: str, device: str, lower_bound: float | None) -> KDAKerne
     reason = KERNELS[asked].declines(device, lower_bound)
     if reason is not None:
         raise PreflightError(f"KDA kernel {asked!r}: {reason}")
-    _log_once(asked, device)
+    _log_once(f"KDA runs in {asked} on {device}")
     return KERNELS[asked]
 
 
 @functools.cache
-def _log_once(name: str, device: str) -> None:
-    logger.info("KDA runs in %s on %s", name, device)
+def _log_once(message: str) -> None:
+    logger.info(message)
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,8 @@ class TokenShards:
     Args:
         group: process group of ring * ulysses ranks; None with one rank.
         ring, ulysses: R and P of `zigzag`; ring = 1: contiguous shards.
-        offsets: document boundaries of each row in the order of the whole (padded) sequence; None: a row is a document.
+        offsets: document boundaries of each row in the order of the whole (padded) sequence, or one for all rows; None: a row
+            is a document.
     """
 
     group: object = None
@@ -442,7 +444,7 @@ def _group(spec: _Spec, x: torch.Tensor, wq, wk, wv, wf, wg, wb, conv, a_log, dt
     narrow = []
     for i, w in enumerate((wq, wk, wv, wf, wg, wb)):
         source = low.get(i, x)
-        made = linear(source, w.reshape(-1, w.shape[-1]))       # [P or 1, B, L, destinations * n * d]
+        made = linear(source, w.reshape(-1, w.shape[-1]))  # [P or 1, B, L, destinations * n * d]
         narrow.append(made if spec.gather else made[0].view(*made.shape[1:3], shards.ranks, -1).permute(2, 0, 1, 3))
     widths = [t.shape[-1] for t in narrow]
     narrow = torch.cat(narrow, -1)
@@ -467,7 +469,7 @@ def _gated_norm(eps: float, o: torch.Tensor, gate: torch.Tensor, weight: torch.T
     return ((weight.to(wide) * y * torch.sigmoid(gate.to(wide))).to(o.dtype),)
 
 
-OUT = 9     # the output projection among the parameters
+OUT = 9  # the output projection among the parameters
 
 
 class _ShardedKDA(torch.autograd.Function):
@@ -536,8 +538,12 @@ def linear_attention(module: nn.Module, x: torch.Tensor, shards: TokenShards | N
     shards, config = shards or TokenShards(), config or KDAConfig()
     H, d, P = module.num_heads, module.head_dim, shards.ranks
     check_heads(H, P)
+    if shards.offsets is not None and len(shards.offsets) < x.shape[0]:
+        shards = replace(shards, offsets=shards.offsets * x.shape[0])
     lower_bound = module.forget_gate.safe_gate_lower_bound
     chosen = choose_exchange(P, x.shape[-1], H, d) if config.exchange == "auto" else config.exchange
+    if P > 1:
+        _log_once(f"KDA of {H} heads over {P} ranks: {chosen}, {min(config.heads_per_group, H // P)} heads of a rank at a time")
     spec = _Spec(
         shards, chosen == "gather", select_kernel(config.kernel, _device(x), lower_bound), H, d, config,
         lower_bound, module.o_norm.variance_epsilon,
@@ -549,8 +555,30 @@ def check_heads(heads: int, ranks: int) -> None:
     """KDA heads are dealt out whole, the same number to every rank."""
     if heads % ranks:
         works = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise PreflightError(f"linear_num_heads={heads} on {ranks} ranks: KDA heads are dealt out evenly; use {', '.join(map(str, works))} ranks")
+        raise PreflightError(
+            f"linear_num_heads={heads} on {ranks} ranks: KDA heads are dealt out evenly; use {', '.join(map(str, works))} ranks"
+        )
 
 
 def _device(x: torch.Tensor) -> str:
     return "cpu" if x.device.type == "meta" else x.device.type
+
+
+class KimiDeltaAttention(Glm5NextTextLinearAttention):
+    """`Glm5NextTextLinearAttention` over the ranks of a layout: give a module of transformers' this class.
+
+    Attributes:
+        settings: how it runs.
+        takes_layout: True: called with `layout`, which has `split` (group, ring, ulysses) and `documents` (as `TokenShards.offsets`).
+    """
+
+    settings: KDAConfig = KDAConfig()
+    takes_layout = True
+
+    def forward(self, hidden_states: torch.Tensor, layout=None) -> torch.Tensor:
+        """[B, L, D] -> [B, L, D]: `linear_attention`; without a layout rows are whole documents on one rank."""
+        shards = None
+        if layout is not None:
+            split = layout.split
+            shards = TokenShards(split.group, split.ring, split.ulysses, layout.documents)
+        return linear_attention(self, hidden_states, shards, self.settings)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad, silu
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMoE
 
 from upipe.glm.kda import sum_scatter
 from upipe.loss import wide_dtype
@@ -86,9 +87,9 @@ class ExpertLoad:
             shares = count.view(ranks, -1).sum(1).double()
             mean, share = count.double().mean().clamp(min=1e-9), shares.mean().clamp(min=1e-9)
             lines.append(
-                f"layer {layer}: {count.sum().item()} choices; busiest expert {count.argmax().item()} has {(count.max() / mean).item():.2f}x "
-                f"the mean, idlest {(count.min() / mean).item():.2f}x, {(count == 0).sum().item()} unused; busiest of {ranks} ranks "
-                f"{(shares.max() / share).item():.2f}x"
+                f"layer {layer}: {int(count.sum())} choices; busiest expert {int(count.argmax())} has "
+                f"{float(count.max() / mean):.2f}x the mean, idlest {float(count.min() / mean):.2f}x, {int((count == 0).sum())} unused; "
+                f"busiest of {ranks} ranks {float(shares.max() / share):.2f}x"
             )
         return "\n".join(lines)
 
@@ -399,3 +400,20 @@ def shard_experts(module: nn.Module, group) -> None:
         if whole.shape[0] != experts:
             raise PreflightError(f"{name} has {whole.shape[0]} of {experts} experts: they were dealt out already")
         setattr(module.experts, name, nn.Parameter(whole[mine].clone(), requires_grad=whole.requires_grad))
+
+
+class MixtureOfExperts(Glm5NextTextMoE):
+    """`Glm5NextTextMoE` in chunks: give a module of transformers' this class.
+
+    Attributes:
+        settings: how it runs.
+        load, layer: the report to tell choices to, and under which number.
+    """
+
+    settings: MoEConfig = MoEConfig()
+    load: ExpertLoad | None = None
+    layer: int = 0
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[B, L, D] -> [B, L, D]: `mixture_of_experts`."""
+        return mixture_of_experts(self, hidden_states, self.settings, self.load, self.layer)

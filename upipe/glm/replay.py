@@ -20,8 +20,11 @@ def tiles(rows: int, size: int) -> list[slice]:
 
 
 def by_rows(
-    function: Callable[..., tuple[torch.Tensor, ...]], size: int, rows: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor] = (), recompute: bool = True,
+    function: Callable[..., tuple[torch.Tensor, ...]],
+    size: int,
+    rows: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor] = (),
+    recompute: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """function(*rows, *parameters), in tiles.
 
