@@ -14,6 +14,7 @@ from tests.glm_modules import assert_all_close, assert_all_equal, local, make, p
 from tests.plain import assert_close
 from tests.sharded import ds_config
 from tests.world import RankFailure, RankTimeout
+from upipe import preflight
 from upipe.glm import moe
 from upipe.glm.hyper import HyperConnection
 from upipe.glm.kda import KimiDeltaAttention
@@ -67,6 +68,9 @@ def over_ranks(counts, chunk_tokens, same_number=True):
     if not counts[rank]:
         assert got.pop("output 0").shape == expected.pop("output 0").shape and got.pop("dx").shape == expected.pop("dx").shape
     assert_all_close(got, expected, 1e-5)
+    with pytest.raises(PreflightError, match="experts.gate_up_proj and 1 more are experts dealt out.*ZeRO-3"):
+        preflight.check_experts(module)
+    preflight.check_experts(whole)
     with pytest.raises(PreflightError, match="dealt out already"):
         shard_experts(module, dist.group.WORLD)
     with pytest.raises(PreflightError, match="experts here.*the router knows 8"):

@@ -206,6 +206,7 @@ def check_engine(engine, sp_size: int, largest_parameter: int) -> None:
     """A DeepSpeed engine: precision, and settings under which gradients of a sharded sequence would be scaled wrong."""
     if engine.fp16_enabled():
         check_dtype(torch.float16)
+    check_experts(engine.module)
     if engine.torch_autocast_enabled():
         raise PreflightError("torch_autocast is not supported: use bf16 or fp32 weights")
     if engine.sequence_parallel_size != sp_size:
@@ -229,8 +230,19 @@ def check_engine(engine, sp_size: int, largest_parameter: int) -> None:
                 )
 
 
+def check_experts(model: nn.Module) -> None:
+    """Experts dealt out over ranks, whose gradients no engine or wrapper may average: they are of different experts."""
+    dealt = [name for name, p in model.named_parameters() if getattr(p, "expert_ranks", 1) > 1]
+    if dealt:
+        raise PreflightError(
+            f"{dealt[0]} and {len(dealt) - 1} more are experts dealt out over ranks: DeepSpeed and DDP would average gradients of "
+            "different experts. Keep every expert in the model and partition parameters by ZeRO-3"
+        )
+
+
 def check_wrapper(model: nn.Module) -> None:
     """DistributedDataParallel or fully_shard around the model: gradients must be reduced over all ranks."""
+    check_experts(model)
     world = dist.get_world_size()
     if isinstance(model, DistributedDataParallel):
         ranks = dist.get_world_size(model.process_group)

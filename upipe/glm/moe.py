@@ -387,6 +387,9 @@ def mixture_of_experts(
 def shard_experts(module: nn.Module, group) -> None:
     """Leave this rank its E/P experts of transformers' `Glm5NextTextMoE`, in place: rank r of the group has [r*E/P, (r+1)*E/P).
 
+    Their gradients are whole in the group: add them up over the groups' replicas alone. DeepSpeed and DDP, which would average
+    those of different experts, are refused (`preflight.check_experts`).
+
     Raises:
         PreflightError: experts that the ranks do not divide.
     """
@@ -399,7 +402,9 @@ def shard_experts(module: nn.Module, group) -> None:
         whole = getattr(module.experts, name)
         if whole.shape[0] != experts:
             raise PreflightError(f"{name} has {whole.shape[0]} of {experts} experts: they were dealt out already")
-        setattr(module.experts, name, nn.Parameter(whole[mine].clone(), requires_grad=whole.requires_grad))
+        part = nn.Parameter(whole[mine].clone(), requires_grad=whole.requires_grad)
+        part.expert_ranks = ranks
+        setattr(module.experts, name, part)
 
 
 class MixtureOfExperts(Glm5NextTextMoE):
