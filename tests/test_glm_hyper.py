@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.glm_modules import assert_all_close, assert_all_equal, glm, make, passes, random, tiny_glm
+from experiments.glm_live import site_bytes
+from tests.glm_modules import assert_all_close, assert_all_equal, make, passes, random
 from tests.plain import assert_close
 from upipe.glm.hyper import HyperConnection, collapse, expand, sinkhorn
 from upipe.glm.kda import KDAConfig, linear_attention
 from upipe.glm.moe import MoEConfig, mixture_of_experts
-from upipe.live import LiveStorages
 from upipe.offload import CheckpointConfig, apply_checkpointing
 
 B, L, N, D = 2, 35, 4, 32
@@ -100,45 +100,9 @@ def test_recompute_none_selective_and_full_are_the_same_bits(offload):
     assert report.layer_calls == 2 and report.bytes_to_host == (0 if offload == "none" else 2 * X.nbytes)
 
 
-def site(streams, connection, recompute):
-    post, comb, y = collapse(connection, streams, recompute, 128)
-    return expand(streams, y, post, comb)
-
-
-def kept(recompute, tokens, hidden=64):
-    """Bytes a token in bf16 that one site keeps between forward and backward beyond the streams, and at its peak."""
-    with torch.device("meta"):
-        connection = glm.Glm5NextTextHyperConnection(tiny_glm(hidden_size=hidden))
-        X = torch.empty(1, tokens, N, hidden, dtype=torch.bfloat16, requires_grad=True)
-    live = LiveStorages()
-    live.know(X, *connection.parameters())
-    with live:
-        if recompute == "full":
-            module = Site(connection)
-            handle = apply_checkpointing(nn.Sequential(module), layers=[module])
-            out = module(X)
-        else:
-            out = site(X, connection, recompute)
-        between = live.now - out.nbytes
-        live.start()
-        out.sum().backward()
-        if recompute == "full":
-            handle.remove()
-    return between / tokens, live.peak / tokens
-
-
-class Site(nn.Module):
-    def __init__(self, connection):
-        super().__init__()
-        self.connection = connection
-
-    def forward(self, streams):
-        return site(streams, self.connection, "selective")
-
-
 def test_what_recompute_keeps():
     """y and comb and post in fp32 (and their bf16 copies) with selective; the 4 D fp32 streams three times and Sinkhorn with none."""
-    got = {mode: kept(mode, 1024) for mode in ("none", "selective", "full")}
+    got = {mode: site_bytes(mode, 64, 1024, 128) for mode in ("none", "selective", "full")}
     between = {mode: value[0] for mode, value in got.items()}
     y, maps, stream = 64 * 2, (N + N * N) * (4 + 2), N * 64
     assert between["full"] <= 1

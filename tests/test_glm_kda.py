@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers.models.glm5_next.modeling_glm5_next import chunk_kimi_delta_attention
 
-from tests.glm_modules import assert_all_close, glm, local, make, passes, random, shards_of, summed, tiny_glm
+from experiments.glm_live import kda_bytes
+from tests.glm_modules import assert_all_close, local, make, passes, random, shards_of, summed
 from tests.plain import assert_close
 from upipe.glm import conv, kda
 from upipe.glm.conv import short_convolution
@@ -158,20 +159,26 @@ def test_the_replaced_class_takes_a_layout():
     assert (module(x) - alone)[:, 30:].norm() > 0.01 * alone.norm()
 
 
-def test_in_bf16_it_is_no_worse_than_transformers():
-    module, x, w = make("LinearAttention").double(), random(2, 70, 32).double(), random(2, 70, 32, seed=2).double()
-    exact = passes(module, x, lambda t: linear_attention(module, t, config=CONFIGS[0]), (w,))
-    kept = {name: p.float() for name, p in module.state_dict().items() if "conv1d" in name or "dt_bias" in name or "A_log" in name}
-    module.bfloat16()
-    for name, value in kept.items():
-        module.get_parameter(name).data = value
-    x, w = x.bfloat16(), w.bfloat16()
-    plain = passes(module, x, module, (w,))
-    ours = passes(module, x, lambda t: linear_attention(module, t, config=CONFIGS[0]), (w,))
-    assert ours.keys() == exact.keys()
-    for name, want in exact.items():
-        error, theirs = (((t[name].double() - want).norm() / want.norm()).item() for t in (ours, plain))
-        assert error <= 1.1 * theirs + 1e-3, f"{name}: {error:.2e}, transformers {theirs:.2e}"
+@pytest.mark.parametrize("fp32", [("conv1d", "dt_bias", "A_log"), ()], ids=["as the checkpoint", "all bf16"])
+def test_in_bf16_it_is_no_worse_than_transformers(fp32):
+    """Mean error over seeds of the output and each gradient, against fp64: rounding of one seed is noise."""
+    sums, seeds = {}, range(4)
+    for seed in seeds:
+        module, x, w = make("LinearAttention", seed).double(), *(random(2, 70, 32, seed=100 + 2 * seed + i) for i in (0, 1))
+        exact = passes(module, x.double(), lambda t: linear_attention(module, t, config=CONFIGS[0]), (w.double(),))
+        kept = {name: p.float() for name, p in module.state_dict().items() if any(part in name for part in fp32)}
+        module.bfloat16()
+        for name, value in kept.items():
+            module.get_parameter(name).data = value
+        for side, function in enumerate((lambda t: linear_attention(module, t, config=CONFIGS[0]), module)):
+            got = passes(module, x.bfloat16(), function, (w.bfloat16(),))
+            for name, want in exact.items():
+                error = (got[name].double() - want).norm() / want.norm() / len(seeds)
+                sums.setdefault(name, [0.0, 0.0])[side] += error.item()
+    for name, (ours, theirs) in sums.items():
+        assert ours <= 1.2 * theirs, f"{name}: {ours:.2e}, transformers {theirs:.2e}"
+    ours, theirs = (sum(errors) for errors in zip(*sums.values()))
+    assert ours <= 1.03 * theirs, f"together {ours:.3e}, transformers {theirs:.3e}"
 
 
 LAYOUTS = {2: [(1, 2, None), (2, 1, PACKED)], 4: [(1, 4, PACKED), (4, 1, None), (2, 2, PACKED)]}
@@ -256,24 +263,8 @@ def test_the_exchange_is_the_one_that_sends_less(worlds):
 
 def test_the_peak_is_a_group_s():
     """Bytes a token that a layer takes beyond x and the parameters: 16 heads at once, and 4 at a time."""
-
-    def peak(heads, S):
-        with torch.device("meta"):
-            module = make_meta(16, 128, 64)
-            x = torch.empty(1, S, 64, dtype=torch.bfloat16, requires_grad=True)
-        live = LiveStorages()
-        live.know(x, *module.parameters())
-        with live:
-            linear_attention(module, x, config=KDAConfig(heads_per_group=heads, tile_tokens=32)).sum().backward()
-        return live.peak
-
-    slopes = {heads: (peak(heads, 96) - peak(heads, 64)) / 32 for heads in (4, 16)}
+    slopes = {heads: kda_bytes(heads, 16, 128, 64, (64, 96), 32) for heads in (4, 16)}
     assert slopes[16] > 3.5 * slopes[4], slopes
-
-
-def make_meta(heads, head_dim, hidden):
-    config = tiny_glm(hidden_size=hidden, linear_num_heads=heads, linear_head_dim=head_dim)
-    return glm.Glm5NextTextLinearAttention(config, 0).to(torch.bfloat16)
 
 
 def heads_are_refused():

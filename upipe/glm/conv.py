@@ -1,6 +1,6 @@
 """The short causal convolution of linear attention: depthwise over a few tokens, then SiLU; documents do not mix.
 
-The convolution runs in the weight's dtype (fp32 in the checkpoint), as transformers' `causal_conv1d_fn` does, on a tile of
+The convolution runs in fp32 (fp64), as transformers' `causal_conv1d_fn` does with the checkpoint's fp32 weight, on a tile of
 tokens at a time: the wide copies are a tile's. A tile reads the K-1 tokens before it too, its halo. Tokens must be in the
 order of the sequence, so shards are joined first (`kda`): where the shards meet is then a place like any other.
 
@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 
 from upipe.glm.replay import tiles
 from upipe.kernels import Offsets
+from upipe.loss import wide_dtype
 
 CONV_TILE_TOKENS = 8192
 
@@ -59,7 +60,6 @@ def ages(offsets: Offsets | None, x: torch.Tensor) -> torch.Tensor | None:
 def _taps(x: torch.Tensor, weight: torch.Tensor, age: torch.Tensor | None) -> torch.Tensor:
     """The convolution and SiLU of x [B, T, C], as if nothing were before it."""
     K = weight.shape[1]
-    x = x.to(weight.dtype)
     out = x * weight[:, K - 1]
     for lag in range(1, min(K, x.shape[1])):
         before = x[:, :-lag] * weight[:, K - 1 - lag]
@@ -73,11 +73,11 @@ class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, age, tile_tokens):
         ctx.save_for_backward(x, weight, age)
-        ctx.tile_tokens = tile_tokens
+        ctx.tile_tokens, wide = tile_tokens, wide_dtype(x.dtype)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         for part in tiles(x.shape[1], tile_tokens):
             begin = _halo(part, weight)
-            y = _taps(x[:, begin : part.stop], weight, None if age is None else age[:, begin : part.stop])
+            y = _taps(x[:, begin : part.stop].to(wide), weight.to(wide), None if age is None else age[:, begin : part.stop])
             out[:, part] = y[:, part.start - begin :]
         return out
 
@@ -86,21 +86,21 @@ class _ShortConvolution(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, age = ctx.saved_tensors
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dw = torch.zeros_like(weight)
+        wide_type = wide_dtype(x.dtype)
+        dw = torch.zeros_like(weight, dtype=wide_type)
         carried = None  # the gradient, unrounded, that a tile has for its halo: the last tokens of the tile before
         for part in reversed(tiles(x.shape[1], ctx.tile_tokens)):
             begin = _halo(part, weight)
-            wide = x[:, begin : part.stop].to(weight.dtype).detach().requires_grad_()
-            w = weight.detach().requires_grad_()
+            wide, w = (t.detach().to(wide_type).requires_grad_() for t in (x[:, begin : part.stop], weight))
             with torch.enable_grad():
                 y = _taps(wide, w, None if age is None else age[:, begin : part.stop])[:, part.start - begin :]
-            d_wide, d_w = torch.autograd.grad(y, (wide, w), grad[:, part].to(weight.dtype))
+            d_wide, d_w = torch.autograd.grad(y, (wide, w), grad[:, part].to(wide_type))
             if carried is not None:
                 d_wide[:, d_wide.shape[1] - carried.shape[1] :] += carried
             carried = d_wide[:, : part.start - begin]
             dx[:, part] = d_wide[:, part.start - begin :]
             dw += d_w
-        return dx, dw, None, None
+        return dx, dw.to(weight.dtype), None, None
 
 
 def _halo(part: slice, weight: torch.Tensor) -> int:
