@@ -1,6 +1,7 @@
 """KDA: the chunked delta rule against its definition and transformers', the short convolution, and the layer by heads over real
 ranks: contiguous, zigzag and ring x Ulysses shards, packed rows, both exchanges, groups that do not divide."""
 
+import functools
 import logging
 from types import SimpleNamespace
 
@@ -159,26 +160,29 @@ def test_the_replaced_class_takes_a_layout():
     assert (module(x) - alone)[:, 30:].norm() > 0.01 * alone.norm()
 
 
-@pytest.mark.parametrize("fp32", [("conv1d", "dt_bias", "A_log"), ()], ids=["as the checkpoint", "all bf16"])
+@pytest.mark.parametrize(
+    "fp32", [("conv1d", "dt_bias", "A_log"), pytest.param((), marks=pytest.mark.slow)], ids=["as published", "all bf16"]
+)
 def test_in_bf16_it_is_no_worse_than_transformers(fp32):
     """Mean error over seeds of the output and each gradient, against fp64: rounding of one seed is noise."""
-    sums, seeds = {}, range(4)
+    sums, seeds = {}, range(3)
     for seed in seeds:
         module, x, w = make("LinearAttention", seed).double(), *(random(2, 70, 32, seed=100 + 2 * seed + i) for i in (0, 1))
-        exact = passes(module, x.double(), lambda t: linear_attention(module, t, config=CONFIGS[0]), (w.double(),))
+        ours = functools.partial(linear_attention, module, config=CONFIGS[0])
+        exact = passes(module, x.double(), ours, (w.double(),))
         kept = {name: p.float() for name, p in module.state_dict().items() if any(part in name for part in fp32)}
         module.bfloat16()
         for name, value in kept.items():
             module.get_parameter(name).data = value
-        for side, function in enumerate((lambda t: linear_attention(module, t, config=CONFIGS[0]), module)):
+        for side, function in enumerate((ours, module)):
             got = passes(module, x.bfloat16(), function, (w.bfloat16(),))
             for name, want in exact.items():
                 error = (got[name].double() - want).norm() / want.norm() / len(seeds)
                 sums.setdefault(name, [0.0, 0.0])[side] += error.item()
-    for name, (ours, theirs) in sums.items():
-        assert ours <= 1.2 * theirs, f"{name}: {ours:.2e}, transformers {theirs:.2e}"
-    ours, theirs = (sum(errors) for errors in zip(*sums.values()))
-    assert ours <= 1.03 * theirs, f"together {ours:.3e}, transformers {theirs:.3e}"
+    for name, (mine, theirs) in sums.items():
+        assert mine <= 1.2 * theirs, f"{name}: {mine:.2e}, transformers {theirs:.2e}"
+    mine, theirs = (sum(errors) for errors in zip(*sums.values()))
+    assert mine <= 1.03 * theirs, f"together {mine:.3e}, transformers {theirs:.3e}"
 
 
 LAYOUTS = {2: [(1, 2, None), (2, 1, PACKED)], 4: [(1, 4, PACKED), (4, 1, None), (2, 2, PACKED)]}
