@@ -39,7 +39,7 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearA
 from upipe import zigzag
 from upipe.comm import exchange
 from upipe.glm.conv import short_convolution
-from upipe.glm.replay import by_rows, tiles
+from upipe.glm.replay import by_rows, rounded, tiles
 from upipe.kernels import Offsets
 from upipe.loss import wide_dtype
 from upipe.preflight import PreflightError
@@ -511,7 +511,7 @@ class _ShardedKDA(torch.autograd.Function):
             del d_x, got
         d_all = d_all.to(x.dtype)
         dx = sum_scatter(d_all, spec.shards.group) if spec.gather else d_all[0]
-        return None, dx, *(s.to(p.dtype) if need else None for s, p, need in zip(sums, parameters, ctx.needs_input_grad[2:]))
+        return None, dx, *rounded(sums, parameters, ctx.needs_input_grad[2:])
 
 
 def _added(total: torch.Tensor | None, share: torch.Tensor, spec: _Spec) -> torch.Tensor:

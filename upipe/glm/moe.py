@@ -25,6 +25,7 @@ from torch.nn.functional import linear, pad, silu
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMoE
 
 from upipe.glm.kda import sum_scatter
+from upipe.glm.replay import rounded
 from upipe.loss import wide_dtype
 from upipe.preflight import PreflightError
 
@@ -341,7 +342,8 @@ class _ChunkedMoE(torch.autograd.Function):
                 if share is not None:
                     total += share
             del got
-        return None, dx, *(s.to(p.dtype) if need else None for s, p, need in zip(sums, parameters, ctx.needs_input_grad[2:]))
+        del into, total
+        return None, dx, *rounded(sums, parameters, ctx.needs_input_grad[2:])
 
 
 def mixture_of_experts(

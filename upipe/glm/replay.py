@@ -85,7 +85,15 @@ class _ByRows(torch.autograd.Function):
             for i, grad in zip(wanted, got):
                 _add(sums, i, grad, tensors[i], part if i < count else None, len(parts))
             del got
-        return None, None, None, *(None if s is None else s.to(t.dtype) for s, t in zip(sums, tensors))
+        return None, None, None, *rounded(sums, tensors, needed)
+
+
+def rounded(sums: list[torch.Tensor | None], like: Sequence[torch.Tensor], needed: Sequence[bool]) -> list[torch.Tensor | None]:
+    """Sums in the dtypes of what they are gradients of, in the same list, so that each wide one is free before the next is made;
+    None where no gradient is needed."""
+    for i, (t, need) in enumerate(zip(like, needed)):
+        sums[i] = sums[i].to(t.dtype) if need and sums[i] is not None else None
+    return sums
 
 
 def _add(sums: list, i: int, grad: torch.Tensor | None, like: torch.Tensor, part: slice | None, parts: int) -> None:
