@@ -5,8 +5,8 @@ tokens and the chosen experts of each (k integers), and runs again in backward: 
 activations outlive it, and nothing is stored on a module. Backward takes the experts chosen in forward.
 
 With E/P experts on each of P ranks, ranks gather a chunk's tokens, each runs its own experts on those of them that chose
-them, and the ranks' sums go back to the tokens' rank (`combine`). Every chunk is a collective, so all ranks must run the same number:
-the number is the maximum over the group (`agree`), and ranks with fewer tokens run smaller or empty chunks.
+them, and the ranks' sums go back to the tokens' rank (`combine`). Every chunk is a collective, so all ranks must run the same
+number: what the rank with most tokens needs (`agree`). Ranks with fewer run smaller or empty chunks, padded for the gather.
 
 T tokens of a rank, D hidden, E experts, k chosen a token, F expert width, P ranks of the expert group.
 """
@@ -249,14 +249,6 @@ def chunks(tokens: int, number: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(cuts, cuts[1:])]
 
 
-def chunk_rows(number: int, tokens: int, group, device) -> list[int]:
-    """Tokens of the rank that has most, of each chunk: all ranks pad theirs to that."""
-    sizes = torch.tensor([part.stop - part.start for part in chunks(tokens, number)], device=device)
-    if group is not None:
-        dist.all_reduce(sizes, dist.ReduceOp.MAX, group=group)
-    return sizes.tolist()
-
-
 PARAMETERS = (
     "gate.weight", "shared_experts.gate_proj.weight", "shared_experts.up_proj.weight", "shared_experts.down_proj.weight",
     "experts.gate_up_proj", "experts.down_proj",
@@ -272,12 +264,12 @@ class _Spec:
     limit: float
     config: MoEConfig
     parts: list[slice]
-    rows: list[int]
+    rows: int
     load: ExpertLoad | None
     layer: int
 
-    def chunk(self, i: int, x, chosen, weight, shared_gate, shared_up, shared_down, *experts):
-        """Chunk i, differentiable: x [t, D], chosen [t, k] or None to choose -> out [t, D], chosen."""
+    def chunk(self, x, chosen, weight, shared_gate, shared_up, shared_down, *experts):
+        """One chunk, differentiable: x [t, D], chosen [t, k] or None to choose -> out [t, D], chosen."""
         scores, picked = route(x, weight, self.router, self.bias, chosen is None)
         chosen = picked if chosen is None else chosen
         weights = token_weights(scores, chosen, self.router)
@@ -286,7 +278,7 @@ class _Spec:
         if self.config.ranks == 1:
             out = run_experts(x, chosen, weights, gate_up, down, self.limit)
         else:
-            missing = self.rows[i] - x.shape[0]
+            missing = self.rows - x.shape[0]
             everyone, all_weights = _Dispatch.apply(group, _padded(x, missing, 0.0), _padded(weights, missing, 0.0))
             all_chosen = _gathered(_padded(chosen.to(torch.int32), missing, -1), group).long()
             first = dist.get_rank(group) * len(gate_up)
@@ -295,9 +287,9 @@ class _Spec:
         shared = linear(_clamped(linear(x, shared_gate), linear(x, shared_up), self.limit), shared_down)
         return out + shared, chosen
 
-    def run(self, i: int, x, chosen, dense, experts):
-        """`chunk`, told to the load report."""
-        out, chosen = self.chunk(i, x, chosen, *dense, *experts)
+    def run(self, x, dense, experts):
+        """A chunk of a forward, told to the load report."""
+        out, chosen = self.chunk(x, None, *dense, *experts)
         # A graph task runs: this is a recompute of a checkpointed layer.
         if self.load is not None and torch._C._current_graph_task_id() == -1:
             self.load.add(self.layer, chosen, self.router.num_experts)
@@ -315,8 +307,8 @@ class _ChunkedMoE(torch.autograd.Function):
     def forward(ctx, spec: _Spec, x, *parameters):
         out, picked = torch.empty_like(x), []
         experts = _one_by_one(parameters)
-        for i, part in enumerate(spec.parts):
-            out[part], chosen = spec.run(i, x[part], None, parameters[:DENSE], experts)
+        for part in spec.parts:
+            out[part], chosen = spec.run(x[part], parameters[:DENSE], experts)
             picked.append(chosen.to(torch.int32))
         ctx.spec = spec
         ctx.save_for_backward(x, torch.cat(picked), *parameters)
@@ -331,11 +323,10 @@ class _ChunkedMoE(torch.autograd.Function):
         sums = [torch.zeros_like(p, dtype=wide_dtype(p.dtype) if several else p.dtype) for p in parameters]
         into = [*sums[:DENSE], *_one_by_one(sums)]
         dx = torch.empty_like(x)
-        for i in reversed(range(len(spec.parts))):
-            part = spec.parts[i]
+        for part in reversed(spec.parts):
             leaves = [t.detach().requires_grad_() for t in (x[part], *parameters[:DENSE], *_one_by_one(parameters))]
             with torch.enable_grad():
-                out, _ = spec.chunk(i, leaves[0], picked[part].long(), *leaves[1:])
+                out, _ = spec.chunk(leaves[0], picked[part].long(), *leaves[1:])
             dx[part], *got = torch.autograd.grad(out, leaves, grad[part], allow_unused=True)
             del out, leaves
             for total, share in zip(into, got):
@@ -373,15 +364,14 @@ def mixture_of_experts(
         )
     rows = x.reshape(-1, x.shape[-1])
     T = rows.shape[0]
-    number = agree(max(1, -(-T // config.chunk_tokens)), config.group, x.device)
-    spec = _Spec(
-        module.gate, module.gate.e_score_correction_bias, module.experts.swiglu_limit, config, chunks(T, number),
-        chunk_rows(number, T, config.group, x.device), load, layer,
-    )  # fmt: skip
+    most = agree(T, config.group, x.device)
+    number = max(1, -(-most // config.chunk_tokens))
+    bias, limit = module.gate.e_score_correction_bias, module.experts.swiglu_limit
+    spec = _Spec(module.gate, bias, limit, config, chunks(T, number), -(-most // number), load, layer)
     parameters = [module.get_parameter(name) for name in PARAMETERS]
     if config.recompute:
         return _ChunkedMoE.apply(spec, rows, *parameters).view(x.shape)
-    outs = [spec.run(i, rows[part], None, parameters[:DENSE], _one_by_one(parameters))[0] for i, part in enumerate(spec.parts)]
+    outs = [spec.run(rows[part], parameters[:DENSE], _one_by_one(parameters))[0] for part in spec.parts]
     return torch.cat(outs).view(x.shape)
 
 
