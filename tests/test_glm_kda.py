@@ -14,18 +14,10 @@ from transformers.models.glm5_next.modeling_glm5_next import chunk_kimi_delta_at
 from experiments.glm_live import kda_bytes
 from tests.glm_modules import assert_all_close, local, make, passes, random, shards_of, summed
 from tests.plain import assert_close
-from upipe.glm import conv, kda
+from upipe.glm import conv, delta, kda
 from upipe.glm.conv import short_convolution
-from upipe.glm.kda import (
-    KDAConfig,
-    KimiDeltaAttention,
-    TokenShards,
-    choose_exchange,
-    chunk_kda,
-    linear_attention,
-    recurrent_kda,
-    select_kernel,
-)
+from upipe.glm.delta import chunk_kda, recurrent_kda, select_kernel
+from upipe.glm.kda import KDAConfig, KimiDeltaAttention, TokenShards, choose_exchange, linear_attention
 from upipe.live import LiveStorages
 from upipe.preflight import PreflightError
 
@@ -290,8 +282,8 @@ def test_refusals(worlds, caplog):
     for bad in ({"exchange": "both"}, {"heads_per_group": 0}, {"tile_tokens": 1.5}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             KDAConfig(**bad)
-    kda._log_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="upipe.glm.kda"):
+    delta.log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="upipe.glm.delta"):
         for _ in range(2):
             select_kernel("auto", "cpu", -5.0)
     assert [r.getMessage() for r in caplog.records] == ["KDA runs in torch on cpu"]
