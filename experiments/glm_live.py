@@ -3,8 +3,8 @@
     python -m experiments.glm_live
 
 KDA: the peak of a forward and backward beyond the input and the parameters (one rank; the torch kernel), by heads run together:
-slope between two lengths, so parameters' gradients are out of it. Hyper-connection: what one site keeps between forward and
-backward beyond its streams, and its peak in backward, by recompute. See `upipe.live`.
+slopes between two lengths, so parameters' gradients and tiles are out of it. Hyper-connection: what one site keeps between forward
+and backward beyond its streams, and its peak in backward, by recompute. See `upipe.live`.
 """
 
 from __future__ import annotations
@@ -53,22 +53,27 @@ class Site(nn.Module):
         return expand(streams, y, post, comb)
 
 
-def site_bytes(recompute: str, hidden: int, tokens: int, tile: int) -> tuple[float, float]:
-    """Bytes a token that one site keeps between forward and backward, and at its peak from there. recompute: none, selective, or full."""
-    with torch.device("meta"):
-        connection = Glm5NextTextHyperConnection(Glm5NextTextConfig(hidden_size=hidden))
-        X = torch.empty(1, tokens, connection.hc_mult, hidden, dtype=torch.bfloat16, requires_grad=True)
-    site = Site(connection, "selective" if recompute == "full" else recompute, tile)
-    live = LiveStorages()
-    live.know(X, *connection.parameters())
-    if recompute == "full":
-        apply_checkpointing(nn.Sequential(site), layers=[site])
-    with live:
-        out = site(X)
-        between = live.now - out.nbytes
-        live.start()
-        out.sum().backward()
-    return between / tokens, live.peak / tokens
+def site_bytes(recompute: str, hidden: int, tokens: tuple[int, int], tile: int) -> tuple[float, float]:
+    """Bytes a token that one site keeps between forward and backward, and at its peak from there. recompute: none, selective, full."""
+
+    def count(L: int) -> tuple[int, int]:
+        with torch.device("meta"):
+            connection = Glm5NextTextHyperConnection(Glm5NextTextConfig(hidden_size=hidden))
+            X = torch.empty(1, L, connection.hc_mult, hidden, dtype=torch.bfloat16, requires_grad=True)
+        site = Site(connection, "selective" if recompute == "full" else recompute, tile)
+        live = LiveStorages()
+        live.know(X, *connection.parameters())
+        if recompute == "full":
+            apply_checkpointing(nn.Sequential(site), layers=[site])
+        with live:
+            out = site(X)
+            between = live.now - out.nbytes
+            live.start()
+            out.sum().backward()
+        return between, live.peak
+
+    short, long = tokens
+    return tuple((b - a) / (long - short) for a, b in zip(count(short), count(long)))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"KDA, {group:>2} heads together: {kda_bytes(group, options.heads, 128, options.hidden, (1024, 1536), 512):>10.0f} at the peak"
         )
     for recompute in ("none", "selective", "full"):
-        kept, peak = site_bytes(recompute, options.hidden, 16384, 2048)
+        kept, peak = site_bytes(recompute, options.hidden, (16384, 32768), 2048)
         print(f"hyper-connection, recompute {recompute:<9}: {kept:>10.0f} kept {peak:>10.0f} at the peak")
     return 0
 

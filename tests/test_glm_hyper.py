@@ -102,10 +102,10 @@ def test_recompute_none_selective_and_full_are_the_same_bits(offload):
 
 def test_what_recompute_keeps():
     """y and comb and post in fp32 (and their bf16 copies) with selective; the 4 D fp32 streams three times and Sinkhorn with none."""
-    got = {mode: site_bytes(mode, 64, 1024, 128) for mode in ("none", "selective", "full")}
+    got = {mode: site_bytes(mode, 64, (256, 512), 64) for mode in ("none", "selective", "full")}
     between = {mode: value[0] for mode, value in got.items()}
     y, maps, stream = 64 * 2, (N + N * N) * (4 + 2), N * 64
     assert between["full"] <= 1
     assert between["selective"] <= y + maps + 1
     assert between["none"] >= between["selective"] + 2 * 4 * stream
-    assert got["none"][1] > 1.5 * got["selective"][1], got
+    assert got["none"][1] > 2 * got["selective"][1], got
