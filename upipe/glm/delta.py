@@ -236,7 +236,7 @@ class FlaKDA(KDAKernel):
         cu = None
         if offsets is not None:
             starts = [b * S + s for b, row in enumerate(offsets) for s in row[:-1]] + [B * S]
-            cu = torch.tensor(starts, dtype=torch.int32, device=q.device)
+            cu = torch.tensor(starts, device=q.device)
             q, k, v, f, beta = (t.reshape(1, B * S, *t.shape[2:]) for t in (q, k, v, f, beta))
         out, _ = fla_chunk_kda(
             q, k, v, g=f, beta=beta.float(), use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=a_log.float(),
