@@ -1,4 +1,4 @@
-"""Counting live memory without a device: every tensor storage that lives while a function runs, on the meta device.
+"""Counting live memory without a device: every tensor storage that lives while a function runs, on the meta device (or the CPU).
 
 The real code runs, on tensors that have shapes and no values, so a count takes milliseconds at any length. It sees what
 torch allocates through operators. Not counted: what a kernel takes inside itself (the attention kernels' is stood in for
@@ -24,11 +24,14 @@ BUFFERS = "idle stage buffers"
 
 
 class LiveStorages(TorchDispatchMode):
-    """Count the bytes of storages on the meta device that were made inside and are alive.
+    """Count the bytes of storages on a device that were made inside and are alive.
 
         with LiveStorages() as live:
             function()
         live.peak, live.at_peak
+
+    Args:
+        device: "meta", or "cpu" for code that looks at values.
 
     Attributes:
         now, peak: bytes.
@@ -36,8 +39,9 @@ class LiveStorages(TorchDispatchMode):
             storages by the line that made them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "meta") -> None:
         super().__init__()
+        self.device = torch.device(device)
         self.now = self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self._live: dict[int, tuple[int, str]] = {}
@@ -62,7 +66,7 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "meta":
+        if tensor.device.type != self.device.type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -83,7 +87,7 @@ class LiveStorages(TorchDispatchMode):
         lines: Counter[str] = Counter()
         for size, line in self._live.values():
             lines[line] += size
-        roles = +workspace.of(torch.device("meta")).roles
+        roles = +workspace.of(self.device).roles
         lines[BUFFERS] -= roles.total()
         return +lines + roles
 

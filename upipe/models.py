@@ -145,6 +145,18 @@ def of_decoder(cls: type) -> Architecture | None:
     return next((a for a in ARCHITECTURES if a.is_decoder(cls)), None)
 
 
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether a module mixes tokens by a convolution along them, as every linear attention and state space layer does: its
+    convolution and its state run across the shards of a sequence. A served attention class mixes them by attention alone."""
+    return any(isinstance(child, nn.Conv1d) for child in module.children())
+
+
+def recurrent_layers(config) -> list[str]:
+    """Kinds of layers in a Hugging Face config's `layer_types` that are not attention over keys."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return sorted({kind for kind in kinds if not kind.endswith("attention") or kind.startswith("linear")})
+
+
 def of_model_type(model_type: str) -> Architecture | None:
     """By the `model_type` of a Hugging Face config."""
     return next((a for a in ARCHITECTURES if a.name == model_type), None)

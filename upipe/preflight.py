@@ -19,6 +19,11 @@ class PreflightError(ValueError):
 
 ROUTER_LOSS = "output_router_logits=True: the load-balancing loss of a shard is not that of the sequence; set it to False"
 
+RECURRENT = (
+    "whose state and convolution run from shard to shard of a sequence: shards by themselves would be wrong without a sign of it. "
+    "Only GLM-5.3-Flash's are sharded (upipe.glm); train other hybrids unsharded, with upipe.offload and tiling for memory"
+)
+
 
 def check_arguments(model, config, config_class: type) -> None:
     """The types of what `apply` was given."""
@@ -100,6 +105,9 @@ def check_config(config) -> None:
     Args:
         config: the text model's config.
     """
+    kinds = models.recurrent_layers(config)
+    if kinds:
+        raise PreflightError(f"model type {config.model_type!r} has {', '.join(kinds)} layers, {RECURRENT}")
     architecture = models.of_model_type(config.model_type)
     if architecture is None:
         raise PreflightError(
@@ -219,7 +227,10 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 
 def find_attention(model: nn.Module) -> list[tuple[str, nn.Module, models.Architecture]]:
-    """The attention modules of a model; refuses a model that has none or has others beside them."""
+    """The attention modules of a model; refuses a model that has none or has others, or recurrent layers, beside them."""
+    recurrent = sorted({type(module).__name__ for module in model.modules() if models.is_recurrent(module)})
+    if recurrent:
+        raise PreflightError(f"{type(model).__name__} has {', '.join(recurrent)}, {RECURRENT}")
     found, strangers = [], []
     for name, module in model.named_modules():
         architecture = models.of_attention(type(module))
@@ -237,6 +248,7 @@ def check_engine(engine, sp_size: int, largest_parameter: int) -> None:
     """A DeepSpeed engine: precision, and settings under which gradients of a sharded sequence would be scaled wrong."""
     if engine.fp16_enabled():
         check_dtype(torch.float16)
+    check_experts(engine.module)
     if engine.torch_autocast_enabled():
         raise PreflightError("torch_autocast is not supported: use bf16 or fp32 weights")
     if engine.sequence_parallel_size != sp_size:
@@ -260,8 +272,19 @@ def check_engine(engine, sp_size: int, largest_parameter: int) -> None:
                 )
 
 
+def check_experts(model: nn.Module) -> None:
+    """Experts dealt out over ranks, whose gradients no engine or wrapper may average: they are of different experts."""
+    dealt = [name for name, p in model.named_parameters() if getattr(p, "expert_ranks", 1) > 1]
+    if dealt:
+        raise PreflightError(
+            f"{dealt[0]} and {len(dealt) - 1} more are experts dealt out over ranks: DeepSpeed and DDP would average gradients of "
+            "different experts. Keep every expert in the model and partition parameters by ZeRO-3"
+        )
+
+
 def check_wrapper(model: nn.Module) -> None:
     """DistributedDataParallel or fully_shard around the model: gradients must be reduced over all ranks."""
+    check_experts(model)
     world = dist.get_world_size()
     if isinstance(model, DistributedDataParallel):
         ranks = dist.get_world_size(model.process_group)
