@@ -50,6 +50,8 @@ class UPipeConfig:
         attention_output: "device" or "host": where the attention output of a checkpointed layer is until its backward.
             "host" runs attention forward once a step and not twice, for one hidden state a layer of host memory. It needs
             checkpointing that tells the block so (`upipe.block.checkpoint_contexts`; `upipe train` sees to it).
+        attention_output_layers: under "host", of how many layers (`host_layers` says which); the others make it again. None: of
+            all. "auto": of as many as the host has memory for, which `upipe.memory.make_plan` settles.
         overlap: exchange the next stage's heads while one runs. False: less memory.
         dx: how the input's gradient is summed over stages: "gemm", accurately, or "bf16", in the model's dtype, with less memory.
         shard_eval: whether `model.eval()` works on shards too. False: in eval the model takes whole sequences on every
@@ -60,9 +62,25 @@ class UPipeConfig:
     heads_per_stage: int | Literal["auto"] | None = None
     kernel: str = "auto"
     attention_output: Literal["device", "host"] = "device"
+    attention_output_layers: int | Literal["auto"] | None = None
     overlap: bool = True
     dx: Literal["gemm", "bf16"] = "gemm"
     shard_eval: bool = True
+
+
+def host_layers(config: UPipeConfig, layers: int) -> frozenset[int]:
+    """The layers whose attention output goes to the host: every other one from the first on, then those between.
+
+    All that is there at the end of the forward is there at once, and the recompute holds no more with it than without, so which
+    layers they are changes no peak; it changes what waits for copies. Alternating, a layer that sends two tensors is followed by
+    one that sends its input alone, in which the copies catch up; the last layer, whose output would be fetched as soon as it has
+    gone, comes last. Where one stored input serves two layers (`upipe.offload`) these are first those that are run again for the
+    second's sake, and so read their attention output twice.
+    """
+    if config.attention_output == "device":
+        return frozenset()
+    count = layers if config.attention_output_layers is None else config.attention_output_layers
+    return frozenset([*range(0, layers, 2), *range(1, layers, 2)][:count])
 
 
 class Sharding:
@@ -121,6 +139,11 @@ class Sharding:
             if dist.get_rank() == 0:
                 logger.info("heads_per_stage: auto is %d for %d tokens with %s (%s)", self._widths[key], tokens, kernel, why)
         return self._widths[key]
+
+    def attention_output(self, attention: nn.Module) -> str:
+        """ "device" or "host", of one attention module."""
+        index, layers = attention._upipe_layer
+        return "host" if index in host_layers(self.config, layers) else "device"
 
     def kernel(self, case: kernels.Case) -> kernels.Kernel:
         if case not in self.kernels:
@@ -218,7 +241,7 @@ def block_spec(
         offsets=sharding.offsets(position_ids, hidden_states.shape[0]),
         window=window,
         softcap=softcap,
-        attention_output=sharding.config.attention_output,
+        attention_output=sharding.attention_output(attention),
         overlap=sharding.config.overlap,
         dx=sharding.config.dx,
     )
@@ -471,11 +494,15 @@ class Handle:
             f"sequence parallel {self.sp_size} x data parallel {self.dp_size}",
             *(schedule.describe() for schedule in self._sharding.schedules.values()),
             *(f"attention kernel: {name} ({case})" for case, name in self.kernels.items()),
-            f"attention output on the {c.attention_output}, exchange {'' if c.overlap else 'not '}overlapped, dx by {c.dx}",
+            f"attention output {self._outputs()}, exchange {'' if c.overlap else 'not '}overlapped, dx by {c.dx}",
             *(part.report() for part in others.values()),
             *self._notes,
         ]
         return "\n".join(lines)
+
+    def _outputs(self) -> str:
+        on_host = len(host_layers(self.config, self._layers))
+        return f"of {on_host} layers on the host" if 0 < on_host < self._layers else f"on the {'host' if on_host else 'device'}"
 
     def remove(self) -> None:
         """Make the model plain again and give the process groups back. Engines made with `mpu` must not step afterwards.
@@ -490,6 +517,7 @@ class Handle:
                 )
         for module in self._patched:
             module.__class__ = type(module).__mro__[1]
+            vars(module).pop("_upipe_layer", None)
         self._patched, self._decoder = [], None
         self._sharding.closed = True
         self.mpu.destroy()
@@ -516,13 +544,13 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     init_distributed()
     preflight.check_groups(config.sp_size)
     preflight.check_kernel_name(config.kernel)
-    preflight.check_modes(config)
     for module in model.modules():
         if "_upipe" in vars(type(module)) and type(module)._upipe.closed:
             module.__class__ = type(module).__mro__[1]
     if any(hasattr(module, "_upipe") for module in model.modules()):
         raise PreflightError("UPipe is on this model already: call remove() on its handle first")
     found = preflight.find_attention(model)
+    preflight.check_modes(config, len(found))
     for name, module, architecture in found:
         preflight.check_config(module.config)
         preflight.check_attention(name, module, architecture)
@@ -542,7 +570,8 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
                 subclasses[cls] = subclass(cls, sharding, architecture)
             module.__class__ = subclasses[cls]
             patched.append(module)
-    for _, module, architecture in found:
+    for index, (_, module, architecture) in enumerate(found):
+        module._upipe_layer = index, len(found)
         sharding.schedule(*architecture.heads(module))
     layer = _layer_of(model, found[0][0])
     handle = Handle(model, sharding, patched, len(found), sum(preflight.numel(p) for p in layer.parameters()))
