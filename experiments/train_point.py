@@ -82,7 +82,8 @@ def record(point: Point) -> Record:
         sp=sp, ring=1, dp=point.processes // sp if sp > 0 and point.processes % sp == 0 else None, zero=point.train.zero_stage,
         heads_per_stage={None: sp, "auto": None}.get(U, U), kernel=None if point.upipe.kernel == "auto" else point.upipe.kernel,
         attention_output=point.upipe.attention_output, overlap=point.upipe.overlap, dx=DX[point.upipe.dx],
-        keep_layers_on_gpu=None, store_every=point.memory.store_every, offload=None if point.memory.offload == "auto" else point.memory.offload,
+        keep_layers_on_gpu=None, store_every=point.memory.store_every,
+        offload=None if point.memory.offload == "auto" else point.memory.offload,
         tile_tokens=point.memory.mlp_tokens, dtype=DTYPES[point.train.dtype], warmup_steps=point.untimed_steps,
         extra={
             "scope": "model", "device": point.device, "processes": point.processes, "hidden_size": shape.hidden_size,

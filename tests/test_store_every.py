@@ -1,6 +1,7 @@
 """One stored input for two layers, and attention outputs of some layers on the host: the gradients of the plain model, the bits
 of the same stack without either, and what is on the host."""
 
+import dataclasses
 import gc
 
 import deepspeed
@@ -14,7 +15,7 @@ from tests.plain import assert_close, data_of, plain_step, tiny_model
 from tests.sharded import ds_config
 from tests.test_offload import MODES, assert_same, checkpointed, config, gradients, ids_of, loss_of, model_of
 from tests.test_stack import LLAMA_8B, TILES, configured, planned, stacked, window
-from upipe import PreflightError, UPipeConfig, block, host
+from upipe import PreflightError, UPipeConfig, block
 from upipe.apply import host_layers
 from upipe.config import ConfigError
 from upipe.layer import FusedLayersConfig, layer_contexts
@@ -25,7 +26,8 @@ LAYERS = 4
 
 
 def plan_of(offload, pairs=0, tiles="five", fused=False, keep="auto", prefetch=True):
-    saved = CheckpointConfig(offload, "auto" if offload == "none" else keep, prefetch=prefetch, staging_mib=1, staging_chunks=2, pairs=pairs)
+    keep = "auto" if offload == "none" else keep
+    saved = CheckpointConfig(offload, keep, prefetch=prefetch, staging_mib=1, staging_chunks=2, pairs=pairs)
     fused = FusedLayersConfig(5) if fused else None
     return Plan(TILES[tiles], saved, LAYERS, saved.sent(LAYERS), 0, 0, 0, fused=fused, pairs=pairs)
 
@@ -104,3 +106,218 @@ def test_against_the_plain_model_and_without(worlds, case):
 def test_the_rest_of_the_grid(worlds, zero, offload, fused, sp, pairs, outputs, sequence):
     worlds(4).run(check, zero=zero, offload=offload, fused=fused, sp=sp, pairs=pairs, outputs=outputs, sequence=sequence,
                   accumulation=1 + zero % 2)  # fmt: skip
+
+
+@pytest.mark.parametrize("offload", MODES)
+@pytest.mark.parametrize("pairs, keep", [(1, "auto"), (1, 0), (2, "auto"), (2, 1)])
+def test_bits_bytes_and_slabs(offload, pairs, keep):
+    """Three steps: the bits without checkpointing; one slab for each input that is sent; a pair's comes back twice."""
+    u, stored = 2 * 21 * 32 * 4, LAYERS - pairs
+    kept = {"auto": 1 if pairs < 2 else 0}.get(keep, keep)
+    sent = 0 if offload == "none" else stored - kept
+    twice = 0 if offload == "none" else pairs - (kept if pairs == 2 else 0)
+    plain, ours = model_of("qwen3"), model_of("qwen3")
+    with checkpointed(ours, config(offload, pairs=pairs, keep_layers_on_gpu=keep)) as handle:
+        for step in range(3):
+            for model in (plain, ours):
+                model.zero_grad()
+                loss_of(model, ids_of(seed=step)).backward()
+            assert_same(gradients(ours), gradients(plain))
+            report = handle.end_step()
+            assert (report.layer_calls, report.paired_calls, report.kept_calls) == (LAYERS, pairs, stored - sent)
+            assert (report.bytes_to_host, report.bytes_to_device) == (sent * u, (sent + twice) * u)
+            assert report.waiting == 0 and report.host_bytes - report.pinned_bytes in (0, sent * u)
+            assert handle._store is None or len(handle._store._slabs) == sent
+        assert f"{stored - sent} layer inputs on the device, {sent} on the host\n{pairs} pairs" in handle.report()
+
+
+def test_dropout_is_the_same_in_every_run_of_a_layer():
+    model = model_of("llama", attention_dropout=0.3)
+    torch.manual_seed(3)
+    loss_of(model, ids_of()).backward()
+    expected = gradients(model)
+    with checkpointed(model, config("pinned", pairs=2)):
+        model.zero_grad()
+        torch.manual_seed(3)
+        loss_of(model, ids_of()).backward()
+        assert_same(gradients(model), expected)
+
+
+def test_the_first_input_is_not_on_the_device_while_the_second_layer_is_in_backward():
+    """Of one pair: tensors of the width of a layer's input in the second layer's backward."""
+    model, alive = model_of(layers=2), {}
+    width = 2 * 21 * 32
+
+    def count(name):
+        gc.collect()
+        alive[name] = sum(isinstance(t, torch.Tensor) and t.numel() == width and t.grad_fn is None for t in gc.get_objects())
+
+    for offload in ("pinned", "none"):
+        with checkpointed(model, config(offload, pairs=1, prefetch=False)):
+            plain = model.model.layers[1].mlp.forward
+
+            def forward(x, plain=plain, offload=offload):
+                if torch._C._current_graph_task_id() != -1:
+                    count(offload)
+                return plain(x)
+
+            model.model.layers[1].mlp.forward = forward
+            loss_of(model, ids_of()).backward()
+            model.model.layers[1].mlp.forward = plain
+    assert alive["none"] > alive["pinned"] > 0, alive
+
+
+@pytest.mark.parametrize("break_it, says", [
+    (lambda model: model.model.layers[1].register_forward_pre_hook(lambda m, args: (args[0] * 1.0, *args[1:])), "not given what layer 0"),
+    (lambda model: model.model.layers[0].register_forward_hook(lambda m, args, out: out.mul_(1.0)), "not given what layer 0"),
+    (lambda model: (model.model.embed_tokens.requires_grad_(False), model.model.layers[0].requires_grad_(False)), "both are trained"),
+])  # fmt: skip
+def test_what_lies_between_the_layers_of_a_pair_is_refused(break_it, says):
+    model = model_of()
+    with checkpointed(model, config("pinned", pairs=1)):
+        break_it(model)
+        with pytest.raises(OffloadError, match=says):
+            loss_of(model, ids_of())
+
+
+def wrapped(wrapper):
+    """DistributedDataParallel and fully_shard a layer: gradients of the plain model, three windows."""
+    from torch.distributed.fsdp import fully_shard
+
+    data = data_of("odd", 1, 1)
+    plain, model = plain_step(tiny_model("llama", 4, 2, layers=LAYERS), data), tiny_model("llama", 4, 2, layers=LAYERS).train()
+    handle = upipe.apply(model, UPipeConfig(sp_size=2, attention_output="host", attention_output_layers=1))
+    saved = apply_checkpointing(model, CheckpointConfig("pinned", pairs=2), contexts=block.checkpoint_contexts)
+    if wrapper == "ddp":
+        engine = nn.parallel.DistributedDataParallel(model)
+    else:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        engine = fully_shard(model)
+    for _ in range(3):
+        model.zero_grad()
+        (batch,) = handle.shard(data[0])
+        handle.loss(engine, batch).backward()
+        for name, p in model.named_parameters():
+            assert_close(name, p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad, plain.grads[name], 1e-5)
+        assert saved.end_step().paired_calls == 2
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_other_wrappers(worlds, wrapper):
+    worlds(2).run(wrapped, wrapper=wrapper)
+
+
+def trained(zero, fused, pairs, outputs):
+    """Losses of six AdamW steps."""
+    model = tiny_model("llama", 8, 2, layers=LAYERS)
+    settings = {"attention_output": "host", "attention_output_layers": outputs} if outputs else {}
+    ds, losses = ds_config(zero), []
+    handle = upipe.apply(model, UPipeConfig(sp_size=2, **settings))
+    parts = [upipe.layer.apply_fused_layers(model, handle)] if fused else []
+    contexts = layer_contexts if fused else block.checkpoint_contexts
+    parts.append(apply_checkpointing(model, CheckpointConfig("pinned", pairs=pairs), contexts=contexts))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=ds, mpu=handle.mpu)
+    engine.train()
+    for _ in range(6):
+        (batch,) = handle.shard(data_of("odd", 1, 1)[0])
+        loss = handle.loss(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if zero == 3:
+            assert not [n for n, p in model.named_parameters() if p.ds_status.name == "AVAILABLE"]
+    engine.destroy()
+    for part in (*reversed(parts), handle):
+        part.remove()
+    assert not any(hasattr(m, "_upipe_layer") for m in model.modules())
+    return losses
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_under_zero_3_takes_the_same_steps(worlds, fused):
+    """Weights change, modules are gathered in the recorded order, and nothing stays gathered."""
+    before, after = (worlds(2).run(trained, zero=3, fused=fused, pairs=pairs, outputs=outputs)[0] for pairs, outputs in ((0, 0), (2, 1)))
+    assert before == after and before[-1] < before[0]
+
+
+# which layers, and what is refused
+
+
+def test_which_layers_keep_their_output_on_the_host():
+    """Every other one from the first, so the first of every pair, then those between; the last is the last."""
+
+    def of(count, layers=7):
+        return sorted(host_layers(UPipeConfig(attention_output="host", attention_output_layers=count), layers))
+
+    assert [of(n) for n in (0, 1, 3, 4, 5, 7, None)] == [[], [0], [0, 2, 4], [0, 2, 4, 6], [0, 1, 2, 4, 6], [*range(7)], [*range(7)]]
+    assert of(7, 8) == [*range(7)] and host_layers(UPipeConfig(), 7) == frozenset()
+    assert [CheckpointConfig("pinned", pairs=n).stored(5) for n in (0, 1, 2)] == [[0, 1, 2, 3, 4], [0, 2, 3, 4], [0, 2, 4]]
+    assert [CheckpointConfig("pinned", pairs=n).sent(4) for n in (0, 1, 2)] == [3, 2, 2]
+
+
+def refused():
+    model = tiny_model("llama", 4, 2)
+    for given, says in (
+        (UPipeConfig(attention_output="host", attention_output_layers=3), "attention_output_layers=3 of 2 layers: use a number up to 2"),
+        (UPipeConfig(attention_output="host", attention_output_layers=True), "attention_output_layers=True"),
+        (UPipeConfig(attention_output="host", attention_output_layers="auto"), "settled from the length"),
+        (UPipeConfig(attention_output_layers=1), "with attention_output='device'"),
+    ):
+        with pytest.raises(PreflightError, match=says):
+            upipe.apply(model, given)
+    with pytest.raises(PreflightError, match="pairs=2 of 2 layers: at most 1"):
+        apply_checkpointing(model, CheckpointConfig("pinned", pairs=2))
+    handle = upipe.apply(model, UPipeConfig(attention_output="host", attention_output_layers=1))
+    assert "attention output of 1 layers on the host" in handle.report()
+    handle.remove()
+
+
+def test_refusals(worlds):
+    worlds(1).run(refused)
+
+
+@pytest.mark.parametrize(("sections", "message"), [
+    ({"memory": {"pairs": 2}}, "pairs=2 with store_every=1"),
+    ({"memory": {"pairs": 0, "store_every": 2, "offload": "pinned"}}, "pairs=0: must be positive"),
+    ({"memory": {"store_every": 3}}, "store_every=3"),
+    ({"memory": {"store_every": 2}}, "store_every=2 with memory.offload=none"),
+    ({"memory": {"store_every": 2, "offload": "auto"}}, "set memory.offload: pinned or pageable"),
+    ({"upipe": {"attention_output_layers": 2}}, "attention_output_layers=2 with upipe.attention_output=device"),
+    ({"upipe": {"attention_output_layers": "all"}}, "attention_output_layers='all'"),
+])
+def test_settings_that_do_not_go_together(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        configured("none", **sections)
+
+
+def test_the_bytes_of_a_plan():
+    """Llama3-8B, 512K tokens on two ranks: u is 2 GiB a rank. As many outputs as 30 GiB for the system leave room for."""
+    pairs = planned("paper", memory={"store_every": 2, "pairs": 2})
+    assert (pairs.sent_layers, pairs.kept_layers, pairs.host_bytes) == (29, 1, 58 * GIB)
+    assert "29 layer inputs of 2 GiB to pinned host memory, 1 on the device, one for both layers of 2 pairs" in pairs.describe()
+    every = planned("paper", memory={"store_every": 2})
+    assert (every.pairs, every.sent_layers, every.kept_layers) == (16, 16, 0)
+    each = 2 * GIB + 262144 * 32 * 4
+    for outputs, expected in ((5, 5), (0, 0), ("auto", int((256 / 2 - 15 - 62) * GIB // each))):
+        plan = planned("paper", upipe={"sp_size": 2, "attention_output": "host", "attention_output_layers": outputs})
+        assert (plan.attention_layers, plan.attention_bytes) == (expected, expected * each), outputs
+    assert f"attention outputs of {expected} of 32 layers there too, 2.03 GiB each" in plan.describe()
+    auto = {"upipe": {"sp_size": 2, "attention_output": "host", "attention_output_layers": "auto"}}
+    both = planned("paper", host=160, memory={"store_every": 2}, **auto)
+    assert both.attention_layers == int((160 / 2 - 15 - 32) * GIB // each) and both.host_bytes <= (80 - 15) * GIB
+    # A quarter of a small host is left to the system.
+    assert planned("paper", host=80, memory={"store_every": 2, "offload": "pinned"}, **auto).attention_layers == 0
+    assert planned("fastest", host=64).attention_layers == (64 * 3 / 4 / 2) * GIB // each == 11
+    assert planned("fastest", upipe={"sp_size": 2, "attention_output": "device"}).attention_layers == 0
+
+
+@pytest.mark.parametrize(("layers", "sections", "message"), [
+    (31, {"memory": {"store_every": 2}}, "store_every=2 of 31 layers, an odd number: set memory.pairs to 15 or fewer"),
+    (31, {"memory": {"store_every": 2, "pairs": 16}}, "pairs=16 of 31 layers: use 15 or fewer"),
+    (32, {"upipe": {"sp_size": 2, "attention_output": "host", "attention_output_layers": 33}}, "attention_output_layers=33 of 32 layers"),
+    (32, {"upipe": {"sp_size": 2, "attention_output": "host"}}, "Use store_every: 2 with more pairs, .*attention_output_layers: auto"),
+])  # fmt: skip
+def test_plans_that_cannot_be(layers, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        planned("paper", host=100, sizes=dataclasses.replace(LLAMA_8B, layers=layers), **sections)

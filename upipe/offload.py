@@ -413,7 +413,8 @@ class Checkpointing:
             raise OffloadError(
                 f"offload={self.config.offload} moved nothing in this step: {self.config.sent(len(self._layers))} of "
                 f"{len(self._layers)} layers were to be sent, {report.layer_calls} layer calls were checkpointed. Run the forward pass "
-                f"of the checkpointed model in train mode with gradients enabled, or set keep_layers_on_gpu={len(self._layers)} or offload: none"
+                f"of the checkpointed model in train mode with gradients enabled, or set keep_layers_on_gpu={len(self._layers)} or "
+                "offload: none"
             )
         return report
 
