@@ -85,11 +85,11 @@ class Setting:
     checkpoint: bool = True
     offload: str = "pinned"
     keep: int | None = None
-    pairs: int = 0
     prefetch: bool = True
     tiles: str = "on"
     fused: bool = False
     loss: str = "sum"
+    pairs: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Setting:

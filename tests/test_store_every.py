@@ -3,6 +3,8 @@ of the same stack without either, and what is on the host."""
 
 import dataclasses
 import gc
+import json
+import types
 
 import deepspeed
 import pytest
@@ -15,12 +17,15 @@ from tests.plain import assert_close, data_of, plain_step, tiny_model
 from tests.sharded import ds_config
 from tests.test_offload import MODES, assert_same, checkpointed, config, gradients, ids_of, loss_of, model_of
 from tests.test_stack import LLAMA_8B, TILES, configured, planned, stacked, window
-from upipe import PreflightError, UPipeConfig, block
+from upipe import PreflightError, UPipeConfig, block, simulate, workspace
 from upipe.apply import host_layers
+from upipe.build import ModelConfig, hf_config
 from upipe.config import ConfigError
-from upipe.layer import FusedLayersConfig, layer_contexts
+from upipe.layer import FusedLayersConfig, apply_fused_layers, layer_contexts
+from upipe.live import LiveStorages
 from upipe.memory import GIB, Plan
 from upipe.offload import CheckpointConfig, OffloadError, apply_checkpointing
+from upipe.tiled import TilingConfig, apply_tiling
 
 LAYERS = 4
 
@@ -214,7 +219,7 @@ def trained(zero, fused, pairs, outputs):
     settings = {"attention_output": "host", "attention_output_layers": outputs} if outputs else {}
     ds, losses = ds_config(zero), []
     handle = upipe.apply(model, UPipeConfig(sp_size=2, **settings))
-    parts = [upipe.layer.apply_fused_layers(model, handle)] if fused else []
+    parts = [apply_fused_layers(model, handle)] if fused else []
     contexts = layer_contexts if fused else block.checkpoint_contexts
     parts.append(apply_checkpointing(model, CheckpointConfig("pinned", pairs=pairs), contexts=contexts))
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=ds, mpu=handle.mpu)
@@ -321,3 +326,96 @@ def test_the_bytes_of_a_plan():
 def test_plans_that_cannot_be(layers, sections, message):
     with pytest.raises(ConfigError, match=message):
         planned("paper", host=100, sizes=dataclasses.replace(LLAMA_8B, layers=layers), **sections)
+
+
+# on the device
+
+
+class Away:
+    """Stands for a `HostStore` of the meta device: what is sent takes nothing, what comes back is new."""
+
+    def __init__(self, *_, **__):
+        self._waiting, self.serials = {}, iter(range(10**6))
+
+    def send(self, x):
+        saved = types.SimpleNamespace(serial=next(self.serials), shape=x.shape, dtype=x.dtype)
+        self._waiting[saved.serial] = saved
+        return saved
+
+    def receive(self, saved, last=True):
+        if last:
+            del self._waiting[saved.serial]
+        return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
+
+    def next_serial(self):
+        return next(self.serials)
+
+    def settle(self, saved):
+        pass
+
+
+class Before(torch.autograd.Function):
+    """What precedes the layers: makes their input, and keeps nothing of it or of its gradient."""
+
+    @staticmethod
+    def forward(ctx, seed, shape):
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.empty(0, device="meta"), None
+
+
+def backward_peak(case, tokens, monkeypatch):
+    """Bytes of the backward of one pair of layers whose input is on the host, everything full-width counted."""
+    values = json.loads(case.shape)
+    two = dataclasses.replace(case, shape=json.dumps(values | {"layer_types": ["full_attention"] * 2}))
+    monkeypatch.setattr("upipe.offload.HostStore", Away)
+    host = simulate._Host()
+    live = host.live = LiveStorages()
+    with simulate.without_a_device(case, host):
+        model = simulate._model(two)
+        apply_tiling(model, TilingConfig(case.mlp_tokens, case.norm_tokens, case.loss_tokens))
+        handle = simulate.apply_module.apply(
+            model, UPipeConfig(case.ranks, attention_output=case.attention_output, overlap=case.overlap, dx=case.dx)
+        )
+        if case.fused:
+            apply_fused_layers(model, handle, FusedLayersConfig(case.mlp_tokens))
+        contexts = layer_contexts if case.fused else block.checkpoint_contexts
+        apply_checkpointing(model, CheckpointConfig("pinned", 0, prefetch=False, pairs=1), contexts=contexts)
+        live.know(*model.parameters(), *model.buffers())
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        with live:
+            y = Before.apply(torch.empty(0, device="meta", requires_grad=True), (1, tokens, values["hidden_size"]))
+            positions = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+            d = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+            angles = tuple(torch.empty(1, tokens, d, dtype=torch.bfloat16, device="meta") for _ in range(2))
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
+            for layer in model.model.layers:
+                y = layer(y, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+            end = simulate.After.apply(y)
+            del y
+            live.start()
+            before = live.now - workspace.of(torch.device("meta")).bytes
+            end.backward()
+        return live.peak, before
+
+
+@pytest.mark.parametrize("fused, output", [(True, "device"), (True, "host"), pytest.param(False, "host", marks=pytest.mark.slow)])
+def test_a_pair_holds_no_more_than_a_layer(monkeypatch, fused, output):
+    """Llama3-8B, P = 8: the backward of a pair peaks where that of a layer does, or, as the planner has it, in the first layer's
+    second forward beside the incoming gradient."""
+    shape, tokens = simulate.shape_of(hf_config(ModelConfig(preset="llama3-8b"))), 65536
+    case = simulate.Case(
+        shape, 8, "fa4", overlap=False, fused=fused, attention_output=output, mlp_tokens=4096, norm_tokens=8192, loss_tokens=2048
+    )
+    single = simulate.simulate(case, (tokens,))
+    u = tokens * 4096 * 2
+    if fused:
+        other = dataclasses.replace(case, attention_output={"host": "device", "device": "host"}[output])
+        assert simulate.simulate(other, (tokens,)).backward == single.backward
+    found, before = backward_peak(case, tokens, monkeypatch)
+    # cos, sin, positions: between forward and backward nothing of the layers is on the device but stage buffers.
+    assert before < 0.1 * u
+    assert found == pytest.approx(max(single.backward[0], single.forward[0] + u), rel=0.01)

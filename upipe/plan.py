@@ -12,7 +12,7 @@ Memory of a rank's GPU, by phase of a step (first forwards, loss, backward of a 
     margin      MARGIN_SHARE of all that, and MARGIN_GIB: fragments, cuBLAS, small tensors; assumed
 
 against what the allocator can have (`usable_gib`: CUDA context and NCCL are off it). Host memory of a node: sent inputs in exactly
-sized slabs, attention outputs, an optimizer there, and SYSTEM_GIB + PROCESS_GIB a process; assumed.
+sized slabs, attention outputs, an optimizer there, and what `memory.system_bytes` leaves to the system; that is assumed.
 
 Time: executed FLOPs over rates, bytes over links, what overlap hides taken off (`plan_rates.json`, with the source of each
 number; H200 measured, other GPUs scaled from data sheets). Not modelled: loading, evaluation, checkpoints, stragglers.
@@ -26,6 +26,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import re
 import tempfile
 from dataclasses import dataclass
@@ -36,9 +37,10 @@ from typing import Any
 import yaml
 
 from upipe import preflight, simulate, stage_width
+from upipe.apply import host_layers
 from upipe.build import ModelConfig, hf_config, model_sizes
 from upipe.config import ConfigError, load, to_mapping
-from upipe.memory import make_plan
+from upipe.memory import make_plan, system_bytes
 from upipe.optimize import deepspeed_config
 from upipe.presets import preset_shapes
 from upipe.records import format_tokens
@@ -47,7 +49,6 @@ from upipe.trainer import RunConfig
 
 GIB = 2**30
 MARGIN_SHARE, MARGIN_GIB = 0.02, 0.5
-SYSTEM_GIB, PROCESS_GIB = 20.0, 5.0
 GRAIN = 32768
 """Lengths that `max_tokens` tries are multiples of this."""
 LONGEST = 2**24
@@ -61,15 +62,15 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "fused layers, attention output on the host": ("memory.preset=fastest", "memory.fused_layers=true", "memory.offload=pinned"),
     "fused layers": ("memory.preset=fastest", "memory.fused_layers=true", "memory.offload=pinned", "upipe.attention_output=device"),
     "fused layers, no overlap": (
-        "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output=device", "memory.prefetch=false",
+        "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output_layers=auto", "memory.prefetch=false",
     ),
     "fused layers, inputs kept where they fit": ("memory.preset=fastest", "memory.fused_layers=true"),
     "fused layers, optimizer on the host": (
-        "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output=device", "memory.optimizer=cpu",
+        "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output_layers=auto", "memory.optimizer=cpu",
     ),
     "modules": ("memory.preset=fastest",),
 }  # fmt: skip
-"""What `fit` tries, by name."""
+"""What `fit` tries, by name; each also with one stored input for two layers (`with_pairs`)."""
 LEAST = CANDIDATES["fused layers, no overlap"]
 """The least device memory of these without an optimizer on the host."""
 
@@ -186,15 +187,21 @@ def described(run: RunConfig) -> tuple[Any, Any, str]:
     return _described(json.dumps(values))
 
 
-def case_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> Case:
-    """What is to be simulated for a run. width: U; None for P."""
+def cases_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> dict[str, Case]:
+    """What is to be simulated for a run: of layers by where their attention output is. width: U; None for P."""
     memory, upipe = run.memory, run.upipe
     checkpointing = "own" if memory.offload != "none" else {"none": "none"}.get(run.model.checkpointing, "model")
-    return Case(
+    host = Case(
         shape, upipe.sp_size, kernel, None if width == upipe.sp_size else width, upipe.attention_output, upipe.overlap, upipe.dx,
         memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens, memory.fp32_grads, memory.reuse_grad, memory.fused_layers,
         checkpointing, run.train.micro_batch_size, run.train.dtype,
     )  # fmt: skip
+    if memory.fused_layers:
+        # The same to the byte: what is fetched goes where it would be made again, by fewer buffers.
+        return dict.fromkeys(("host", "device"), dataclasses.replace(host, attention_output="device"))
+    if upipe.attention_output == "device" or upipe.attention_output_layers is None:
+        return {upipe.attention_output: host}
+    return {output: dataclasses.replace(host, attention_output=output) for output in ("host", "device")}
 
 
 def kernel_of(run: RunConfig, machine: Machine, head_dim: int) -> str:
@@ -224,6 +231,7 @@ class Prediction:
 
     device: components in GiB of the phase that binds. phases: GiB of each phase, margin included. host: components in GiB of
     a node. limit: "device" or "host", the one that runs out (first, as the sequence grows). time: seconds by what takes them.
+    sent_layers, attention_layers: inputs and attention outputs on the host. pairs: of layers with one stored input.
     """
 
     run: RunConfig
@@ -236,6 +244,8 @@ class Prediction:
     time: dict[str, float]
     layers: int
     sent_layers: int
+    attention_layers: int
+    pairs: int
     kept: bool
 
     @property
@@ -265,11 +275,12 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        growing = {"device": self.device, "host": self.host}
+        left, parts = self.headroom, {"device": self.device, "host": dict(self.host)}
+        if self.run.upipe.attention_output_layers == "auto":
+            # They give way.
+            left["host"] += parts["host"].pop("attention outputs")
         # How much longer the sequence could be, by the part that grows with it.
-        longer = {
-            memory: left / max(1e-9, sum(growing[memory].get(name, 0.0) for name in GROWING)) for memory, left in self.headroom.items()
-        }
+        longer = {memory: left[memory] / max(1e-9, sum(parts[memory].get(name, 0.0) for name in GROWING)) for memory in left}
         return min(longer, key=longer.get)
 
     @property
@@ -282,12 +293,15 @@ class Prediction:
         """The setting to change for the limit that binds, one line."""
         memory, upipe = self.run.memory, self.run.upipe
         if self.limit == "host":
+            spare, lacking = self.layers // 2 - self.pairs, math.ceil(-self.headroom["host"] / self.input_gib)
+            more = self.pairs + (lacking if 0 < lacking <= spare else spare)
             steps = [
-                ("upipe.attention_output=device", upipe.attention_output == "host" and self.run.upipe.dx == "gemm"),
+                ("upipe.attention_output_layers=auto", self.attention_layers and upipe.attention_output_layers != "auto"),
+                (f"memory.store_every=2 memory.pairs={more}", spare > 0 and memory.offload in ("pinned", "pageable")),
                 ("memory.optimizer=device", self.headroom["device"] > 0.8 * self.host["optimizer"] / self.machine.per_node > 0),
                 ("memory.keep_layers_on_gpu=2 or more", self.headroom["device"] > 2 * self.device.get("saved inputs", 0.0) + 8),
             ]
-            rest = "more host memory or more nodes with a larger upipe.sp_size: every layer's input is stored once"
+            rest = "more host memory or more nodes with a larger upipe.sp_size"
         else:
             steps = [
                 ("memory.loss_tokens=2K", memory.loss_tokens is None),
@@ -302,6 +316,11 @@ class Prediction:
             rest = "more GPUs with a larger upipe.sp_size"
         return next((text for text, helps in steps if helps), rest)
 
+    @property
+    def input_gib(self) -> float:
+        """Of a layer's input on a node."""
+        return max(1e-9, self.host["layer inputs"] / max(1, self.sent_layers))
+
     def to_json(self, max_tokens: int | None = None) -> dict[str, Any]:
         """What `upipe plan --json` prints; numbers in GiB, seconds, tokens/s/GPU."""
         gpu = self.machine.gpu
@@ -312,6 +331,7 @@ class Prediction:
             "host": {"gib": self.host_gib, "usable_gib": self.machine.host_gib, "headroom_gib": self.headroom["host"],
                      "components": self.host},
             "time_s": self.time_s, "time": self.time, "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu, "kernel": self.kernel,
+            "layer_inputs_on_host": self.sent_layers, "attention_outputs_on_host": self.attention_layers, "pairs": self.pairs,
             "gpu": gpu.name, "gpus": self.machine.world, "sp_size": self.run.upipe.sp_size, "provenance": self.provenance(),
         }  # fmt: skip
 
@@ -339,6 +359,8 @@ class Prediction:
             *(f"  {value:8.2f} {name}" for name, value in self.device.items() if value > 0.005),
             f"host    {self.host_gib:8.2f} GiB of {self.machine.host_gib:g} a node, {left['host']:+.2f} left",
             *(f"  {value:8.2f} {name}" for name, value in self.host.items() if value > 0.005),
+            f"        of {self.layers} layers {self.sent_layers} inputs and {self.attention_layers} attention outputs"
+            + (f"; {self.pairs} pairs of layers with one stored input" if self.pairs else ""),
             f"step    {self.time_s:8.2f} s, {self.tokens_per_s_per_gpu:.4g} tokens/s/GPU",
             *(f"  {value:8.2f} {name}" for name, value in self.time.items() if value > 0.005),
             f"{'fits' if self.fits else 'does not fit'}; {self.limit} memory "
@@ -370,13 +392,15 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
         schedule = preflight.check_schedule(text.num_attention_heads, text.num_key_value_heads, sp, width)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    case = case_of(run, shape, kernel, width)
     plan = make_plan(
-        run, tokens, sizes, world=world, local_ranks=machine.per_node, device_bytes=int(machine.gpu.memory_gib * GIB), host_bytes=2**60
-    )
-    peaks = peaks_of(case) if kept else simulate.simulate(case)
+        run, tokens, sizes, world=world, local_ranks=machine.per_node, device_bytes=int(machine.gpu.memory_gib * GIB),
+        host_bytes=int(machine.host_gib * GIB), refuse=False,
+    )  # fmt: skip
+    outputs = {"host": plan.attention_layers, "device": sizes.layers - plan.attention_layers}
+    cases = list({case: None for output, case in cases_of(run, shape, kernel, width).items() if outputs[output]})
+    peaks = simulate.highest([peaks_of(case) if kept else simulate.simulate(case) for case in cases])
     local = -(-tokens // sp)
-    phases = _device(run, machine, plan, sizes, case, peaks, local)
+    phases = _device(run, machine, plan, sizes, cases[0], peaks, local)
     totals = {phase: sum(parts.values()) / GIB for phase, parts in phases.items()}
     phase = max(totals, key=totals.get)
     host = _host(run, machine, plan, sizes)
@@ -384,7 +408,7 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
     return Prediction(
         run, machine, kernel, phase, totals, {name: value / GIB for name, value in phases[phase].items()},
         {name: value / GIB for name, value in host.items()}, spent, sizes.layers, plan.sent_layers,
-        kept and simulate.cached(case) is not None,
+        plan.attention_layers, plan.pairs, kept and all(simulate.cached(case) is not None for case in cases),
     )  # fmt: skip
 
 
@@ -414,17 +438,21 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
     if run.train.zero_stage == 3:
         gathered = itemsize * (max(zero["stage3_max_live_parameters"], sizes.layer_parameters) + zero["stage3_prefetch_bucket_size"])
         head = itemsize * sizes.vocab_size * sizes.hidden_size
-    kept = layers - plan.sent_layers
+    kept = plan.kept_layers
     # Without checkpointing a layer keeps more than its input.
     each = u + peaks.at("saved", local)
     others = max(0, kept - 1) * each
-    fetched = u if plan.checkpointing is not None and plan.checkpointing.prefetch and plan.sent_layers > (kept == 0) else 0
+    fetched = u if plan.checkpointing is not None and plan.checkpointing.prefetch and plan.sent_layers + plan.pairs > (kept == 0) else 0
+    # For the second layer of a pair the first is run again, beside the incoming gradient. In a last pair, where its input is kept,
+    # the second's is beside it.
+    backward = max(peaks.at("backward", local), (peaks.at("forward", local) + u) * (plan.pairs > 0))
+    inner = u if kept and 2 * plan.pairs == layers else 0
     phases = {
         "first forward": {"work of a layer": peaks.at("forward", local) - u, "gathered": gathered, "saved inputs": others + u},
         # The simulated layer's input is in what was counted, also where it is on the host by now.
         "loss": {"work of the loss": peaks.at("loss", local) - u, "gathered": max(gathered, head), "saved inputs": others + u * (kept > 0)},
         "backward": {
-            "work of a layer": peaks.at("backward", local) - u, "gathered": gathered, "saved inputs": others + u,
+            "work of a layer": backward - u, "gathered": gathered, "saved inputs": others + u + inner,
             "prefetched input": fetched,
         },
         "optimizer step": {"fp32 gradients": 4 * min(SUB_GROUP, sizes.parameters // machine.world)},
@@ -445,7 +473,7 @@ def _host(run, machine: Machine, plan, sizes) -> dict[str, float]:
     optimizer = 16 * sizes.parameters // machine.world if run.memory.optimizer == "cpu" else 0
     return {
         "layer inputs": ranks * plan.sent_layers * plan.input_bytes, "attention outputs": ranks * plan.attention_bytes,
-        "optimizer": ranks * optimizer, "staging": ranks * staging, "system, processes": (SYSTEM_GIB + PROCESS_GIB * ranks) * GIB,
+        "optimizer": ranks * optimizer, "staging": ranks * staging, "system, processes": system_bytes(int(machine.host_gib * GIB), ranks),
     }  # fmt: skip
 
 
@@ -455,31 +483,36 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     sp, S, layers, itemsize = upipe.sp_size, run.data.tokens, sizes.layers, 2 if train.dtype == "bf16" else 4
     rows = train.micro_batch_size * -(-S // sp)
     checkpointed = run.model.checkpointing != "none" or memory.offload != "none"
-    twice = checkpointed and upipe.attention_output == "device"
+    # How often a layer's attention runs forward: again where its output is not kept, and once more for the second of a pair.
+    on_host = host_layers(dataclasses.replace(upipe, attention_output_layers=plan.attention_layers), layers)
+    firsts = range(0, 2 * plan.pairs, 2)
+    runs = [1 if i in on_host else 1 + checkpointed + (i in firsts) for i in range(layers)]
     # Attention of all layers; ranks wait for the one with most heads.
     heads = -(-schedule.heads // sp)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
     window = getattr(text, "sliding_window", None)
-    pairs = sum(S * min(S / 2, window) if window and kind == "sliding_attention" else S * S / 2 for kind in kinds[:layers])
-    flops = 4 * pairs * head_dim * heads * train.micro_batch_size
-    forward = flops * (1 + twice) / _tflops(kernel, "forward", S, machine) / 1e12
-    backward = 2.5 * flops / _tflops(kernel, "backward", S, machine) / 1e12
+    scores = [S * min(S / 2, window) if window and kind == "sliding_attention" else S * S / 2 for kind in kinds[:layers]]
+    each = 4 * head_dim * heads * train.micro_batch_size
+    forward_s = each / _tflops(kernel, "forward", S, machine) / 1e12
+    forward = forward_s * sum(n * score for n, score in zip(runs, scores))
+    backward = 2.5 * each * sum(scores) / _tflops(kernel, "backward", S, machine) / 1e12
     # Products, in forward-equivalents: q, k and v again in backward, gate and up again where the MLP is tiled.
     D, H, K, d = sizes.hidden_size, schedule.heads, schedule.kv_heads, head_dim
     qkv, projections = D * d * (H + 2 * K), D * d * (2 * H + 2 * K)
     mlp = sizes.layer_parameters - projections
     tiled = memory.mlp_tokens is not None or memory.fused_layers
     mlp_again = checkpointed and not memory.fused_layers
-    products = layers * (projections * (3 + twice) + qkv + mlp * (3 + mlp_again + 2 / 3 * tiled)) + 3 * sizes.vocab_size * D
+    products = layers * (qkv + mlp * (3 + mlp_again + 2 / 3 * tiled)) + 3 * sizes.vocab_size * D
+    products += projections * sum(2 + n for n in runs) + sum(mlp + D * d * H * (i in on_host) for i in firsts)
     ratio = gpu.tflops / gpus()["H200-141GB"].tflops
     gemm = 2 * rows * products / (table["gemm"] * ratio * 1e12)
     # Passes of elementwise work over a hidden state, and over the MLP's and the logits' width; a rough count.
     wide = getattr(text, "intermediate_size", 4 * D)
-    passes = layers * (40 * D + 14 * wide) * itemsize + 10 * 4 * sizes.vocab_size
+    passes = (layers + plan.pairs / 4) * (40 * D + 14 * wide) * itemsize + 10 * 4 * sizes.vocab_size
     elementwise = rows * passes / (gpu.hbm_gb_s * 0.8e9)
     # Exchanges: q, k, v and o forward; q, k, v, o, dO, then dq, dk, dv backward.
     width = d * itemsize * rows * (sp - 1) / sp
-    sent = layers * width * ((2 * H + 2 * K) * (1 + twice) + 4 * H + 4 * K)
+    sent = width * ((2 * H + 2 * K) * sum(runs) + layers * (4 * H + 4 * K))
     within = min(sp, machine.per_node)
     outside = 0.0 if sp <= machine.per_node else (sp - within) / (sp - 1)
     exchange = sent * ((1 - outside) / gpu.link_gb_s + outside / gpu.network_gb_s) / 1e9
@@ -488,10 +521,12 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
         exchange = 0.0
     # ZeRO: parameters gathered for forward and backward, gradients reduced.
     moved = (3 if train.zero_stage == 3 else 2 if train.zero_stage else 1) * itemsize * sizes.parameters
+    moved += itemsize * plan.pairs * sizes.layer_parameters * (train.zero_stage == 3)
     bandwidth = gpu.link_gb_s if machine.nodes == 1 else gpu.network_gb_s
     zero = 0.0 if machine.world == 1 else table["exposed_gather"] * moved / bandwidth / 1e9
     compute = forward + backward + gemm + elementwise
-    host = _copies(run, machine, plan, forward / (1 + twice) + gemm / 4, compute - forward / (1 + twice) - gemm / 4)
+    first = forward_s * sum(scores) + gemm / 4
+    host = _copies(run, machine, plan, len([i for i in firsts if i in on_host]), first, compute - first)
     micro = {
         "attention, forward": forward, "attention, backward": backward, "products": gemm, "elementwise": elementwise,
         "exchanges not hidden": exchange, "ZeRO not hidden": zero, "host copies not hidden": host,
@@ -510,8 +545,9 @@ def _copy_rate(machine: Machine, gb_s: float) -> float:
     return gb_s * 1e9 * (rates()["many_gpus_host_copy"] if machine.per_node > 2 and machine.gpu.pinned_gb_s > 25 else 1.0)
 
 
-def _copies(run, machine: Machine, plan, forward: float, backward: float) -> float:
-    """Seconds of a step's host copies that computation does not hide. forward, backward: seconds of computation of all layers."""
+def _copies(run, machine: Machine, plan, again: int, forward: float, backward: float) -> float:
+    """Seconds of a step's host copies that computation does not hide. again: attention outputs that come back twice, of pairs.
+    forward, backward: seconds of computation of all layers."""
     gpu, layers = machine.gpu, plan.layers
     pageable = plan.checkpointing is not None and plan.checkpointing.offload == "pageable"
     out = _copy_rate(machine, gpu.pageable_to_host_gb_s if pageable else gpu.pinned_gb_s)
@@ -519,12 +555,27 @@ def _copies(run, machine: Machine, plan, forward: float, backward: float) -> flo
     pinned = _copy_rate(machine, gpu.pinned_gb_s)
     sent, attention = plan.sent_layers * plan.input_bytes, plan.attention_bytes
     # The attention output that comes back is waited for: it is read first thing in a layer's backward.
-    exposed = max(0.0, sent / out + attention / pinned - forward) + 0.5 * attention / pinned
+    returned = attention * (1 + again / max(1, plan.attention_layers))
+    exposed = max(0.0, sent / out + attention / pinned - forward) + 0.5 * returned / pinned
     if sent:
-        each = plan.input_bytes / back
-        fetched = plan.sent_layers * max(0.0, each - backward / layers) if plan.checkpointing.prefetch else plan.sent_layers * each
-        exposed += fetched
+        each, fetches = plan.input_bytes / back, plan.sent_layers + min(plan.pairs, plan.sent_layers)
+        exposed += fetches * (max(0.0, each - backward / layers) if plan.checkpointing.prefetch else each)
     return exposed
+
+
+def with_pairs(found: Prediction) -> list[Prediction]:
+    """The prediction, and those with one stored input for two layers that may help: of the fewest pairs with which the host holds
+    the inputs, and of all layers, which leaves it room for more attention outputs."""
+    run, most = found.run, found.layers // 2
+    lacking = math.ceil(-found.headroom["host"] / found.input_gib)
+    if run.memory.store_every != 1 or run.memory.offload not in ("pinned", "pageable") or not most:
+        return [found]
+    some_made_again = run.upipe.attention_output_layers == "auto" and found.attention_layers < found.layers
+    counts = {lacking} if 0 < lacking < most else set()
+    if some_made_again or 0 < lacking <= most:
+        counts.add(most)
+    memories = [dataclasses.replace(run.memory, store_every=2, pairs=n) for n in sorted(counts)]
+    return [found, *(predict(dataclasses.replace(run, memory=memory), found.machine) for memory in memories)]
 
 
 def fit(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction | None:
@@ -559,9 +610,10 @@ def _candidates(model: str, tokens: int, machine: Machine, words):
                 if sp in (None, 1):
                     raise
                 break  # more ranks than this model's heads take
-            if prediction.fits:
+            found = with_pairs(prediction) if not given & {"memory.store_every", "memory.pairs"} else [prediction]
+            if any(each.fits for each in found):
                 fitted.append(name)
-            yield prediction
+            yield from found
         if not fitted and len(names) < len(CANDIDATES):
             return
         # What does not fit on some ranks does not fit on fewer.
@@ -595,7 +647,9 @@ def save_config(prediction: Prediction, path: str | Path) -> None:
     Raises ConfigError where it cannot be written, or is read as something else.
     """
     run = prediction.run
-    values = _plain(to_mapping(run))
+    written = to_mapping(run)
+    # In these sections a preset fills in what is left out.
+    values = _plain(written) | {name: written[name] for name in ("upipe", "memory")}
     head = (
         f"# Planned for {prediction.machine}: {prediction.device_gib:.1f} of {prediction.machine.gpu.usable_gib:g} GiB a GPU, "
         f"{prediction.host_gib:.0f} GiB a node, {prediction.time_s:.4g} s a step (predicted).\n# Put your own data under data.\n"
@@ -659,6 +713,8 @@ def command(arguments: SimpleNamespace) -> int:
         given = {word.partition("=")[0] for word in words}
         least = [word for word in LEAST if word.partition("=")[0] not in given] if arguments.fit else []
         found = predict(request(model, arguments.tokens or GRAIN, machine.world, [*least, *words]), machine)
+        if arguments.fit:
+            found = max(with_pairs(found), key=lambda each: min(each.headroom.values()))
     if arguments.save_config:
         save_config(found, arguments.save_config)
     if arguments.plot:
