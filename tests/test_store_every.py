@@ -347,6 +347,9 @@ class Away:
             del self._waiting[saved.serial]
         return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
 
+    def holds(self, saved):
+        return saved.serial in self._waiting
+
     def next_serial(self):
         return next(self.serials)
 

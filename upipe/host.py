@@ -377,6 +377,10 @@ class HostStore:
             saved.free_slab()
         return x
 
+    def holds(self, saved: Parked) -> bool:
+        """Whether it can still be received."""
+        return saved.serial in self._waiting
+
     def prefetch(self, before: int) -> None:
         """Start the newest tensor sent before serial `before` on its way back."""
         serial = max((s for s in self._waiting.keys() if s < before), default=None)

@@ -180,7 +180,7 @@ class _Call:
             x, version = self.kept
             if x._version != version:
                 raise OffloadError(f"the input of a {type(self.layer).__name__}, which serves a pair of layers, was changed in place")
-        elif self.saved is not None and self.saved.serial in store._waiting:
+        elif self.saved is not None and store.holds(self.saved):
             x = store.receive(self.saved, last=False)
         else:
             raise RuntimeError(_GONE)

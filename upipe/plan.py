@@ -270,15 +270,19 @@ class Prediction:
         return {"device": self.machine.gpu.usable_gib - self.device_gib, "host": self.machine.host_gib - self.host_gib}
 
     @property
+    def room(self) -> dict[str, float]:
+        """The same for something else: attention outputs of as many layers as there is room for give way."""
+        give_way = self.host["attention outputs"] * (self.run.upipe.attention_output_layers == "auto")
+        return self.headroom | {"host": self.headroom["host"] + give_way}
+
+    @property
     def fits(self) -> bool:
         return min(self.headroom.values()) >= 0
 
     @property
     def limit(self) -> str:
-        left, parts = self.headroom, {"device": self.device, "host": dict(self.host)}
-        if self.run.upipe.attention_output_layers == "auto":
-            # They give way.
-            left["host"] += parts["host"].pop("attention outputs")
+        left, parts = self.room, {"device": self.device, "host": dict(self.host)}
+        parts["host"]["attention outputs"] -= left["host"] - self.headroom["host"]
         # How much longer the sequence could be, by the part that grows with it.
         longer = {memory: left[memory] / max(1e-9, sum(parts[memory].get(name, 0.0) for name in GROWING)) for memory in left}
         return min(longer, key=longer.get)
@@ -311,7 +315,7 @@ class Prediction:
                 ("upipe.overlap=false", upipe.overlap),
                 ("memory.prefetch=false", memory.prefetch and memory.offload != "none"),
                 ("a larger upipe.sp_size", upipe.sp_size < self.machine.world),
-                ("memory.optimizer=cpu", memory.optimizer == "device" and self.headroom["host"] > 16 * 8),
+                ("memory.optimizer=cpu", memory.optimizer == "device" and self.room["host"] > 16 * 8),
             ]
             rest = "more GPUs with a larger upipe.sp_size"
         return next((text for text, helps in steps if helps), rest)
@@ -578,6 +582,14 @@ def with_pairs(found: Prediction) -> list[Prediction]:
     return [found, *(predict(dataclasses.replace(run, memory=memory), found.machine) for memory in memories)]
 
 
+def least(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction:
+    """With LEAST, as far as the words leave it open, and as many pairs of layers as leave the most."""
+    given = {word.partition("=")[0] for word in words}
+    own = [word for word in LEAST if word.partition("=")[0] not in given]
+    found = predict(request(model, tokens, machine.world, [*own, *words]), machine)
+    return max(with_pairs(found), key=lambda each: min(each.headroom.values()))
+
+
 def fit(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction | None:
     """The fastest of CANDIDATES that fits, over every sp_size that divides the GPUs; of equals (1 %) the smallest sp_size, so
     that sequence parallelism goes only as far as needed. What is given in words is not changed. None where nothing fits."""
@@ -709,12 +721,9 @@ def command(arguments: SimpleNamespace) -> int:
     else:
         found = predict(request(model, arguments.tokens, machine.world, words), machine)
     if found is None:
-        # Nothing fits: say what is in the way with the settings of least memory.
-        given = {word.partition("=")[0] for word in words}
-        least = [word for word in LEAST if word.partition("=")[0] not in given] if arguments.fit else []
-        found = predict(request(model, arguments.tokens or GRAIN, machine.world, [*least, *words]), machine)
-        if arguments.fit:
-            found = max(with_pairs(found), key=lambda each: min(each.headroom.values()))
+        # Nothing fits: say what is in the way.
+        tokens = arguments.tokens or GRAIN
+        found = least(model, tokens, machine, words) if arguments.fit else predict(request(model, tokens, machine.world, words), machine)
     if arguments.save_config:
         save_config(found, arguments.save_config)
     if arguments.plot:
