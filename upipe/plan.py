@@ -582,11 +582,17 @@ def with_pairs(found: Prediction) -> list[Prediction]:
     return [found, *(predict(dataclasses.replace(run, memory=memory), found.machine) for memory in memories)]
 
 
+def _left_open(own: tuple[str, ...], words) -> list[str]:
+    """Of a candidate's own settings those that the words given leave open."""
+    given = {word.partition("=")[0] for word in words}
+    if "upipe.attention_output=device" in words:
+        given.add("upipe.attention_output_layers")
+    return [word for word in own if word.partition("=")[0] not in given]
+
+
 def least(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction:
     """With LEAST, as far as the words leave it open, and as many pairs of layers as leave the most."""
-    given = {word.partition("=")[0] for word in words}
-    own = [word for word in LEAST if word.partition("=")[0] not in given]
-    found = predict(request(model, tokens, machine.world, [*own, *words]), machine)
+    found = predict(request(model, tokens, machine.world, [*_left_open(LEAST, words), *words]), machine)
     return max(with_pairs(found), key=lambda each: min(each.headroom.values()))
 
 
@@ -614,7 +620,7 @@ def _candidates(model: str, tokens: int, machine: Machine, words):
     for sp in widths:
         fitted = []
         for name in names:
-            own = [word for word in CANDIDATES[name] if word.partition("=")[0] not in given]
+            own = _left_open(CANDIDATES[name], words)
             extra = [] if sp is None else [f"upipe.sp_size={sp}"]
             try:
                 prediction = predict(request(model, tokens, machine.world, [*own, *extra, *words]), machine)
