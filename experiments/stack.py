@@ -279,12 +279,13 @@ class Bench:
             heads_per_stage=(options.sp if U is None else U) if ours else None, kernel=self.kernel.name,
             attention_output="device" if host_layers == 0 else "host",
             attention_output_host_layers=on_host,
-            keep_layers_on_gpu=(1 if setting.keep is None else setting.keep) if setting.offload != "none" else None,
+            keep_layers_on_gpu=setting.checkpointing.kept(layers) if setting.offload != "none" else None,
+            store_every=2 if setting.pairs else 1,
             overlap=setting.overlap if ours else None, offload=setting.offload, dx=DX[setting.dx] if ours else None,
             tile_tokens=None if setting.tiling is None else setting.tiling.mlp_tokens, dtype=options.dtype,
             extra={
                 "point": f"{setting}-{options.model}-{layers}-{self.kernel.name}-{format_tokens(tokens)}-sp{options.sp}",
-                "scope": "model", "setting": str(setting), "method_form": setting.form, "fused": setting.fused,
+                "scope": "model", "setting": str(setting), "method_form": setting.form, "fused": setting.fused, "pairs": setting.pairs,
                 "hidden_size": config.hidden_size, "heads": config.num_attention_heads,
                 "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocabulary": config.vocab_size,
                 "optimizer": options.optimizer, "allocator_cap_gib": options.allocator_cap, "memory_only": options.memory_only,
@@ -409,7 +410,7 @@ def settle_ranks(options: argparse.Namespace) -> None:
         if setting.name == "plain" and options.sp > 1:
             raise ConfigError(f"setting {text!r} shares no sequence: use --sp 1, not {options.sp}")
         _check_method(setting, options, config)
-        if setting.host_layers is not None and setting.host_layers > options.layers:
+        if max(setting.host_layers or 0, 2 * setting.pairs) > options.layers:
             raise ConfigError(f"setting {text!r}: there are {options.layers} layers")
         U = setting.config(options.sp, config.num_attention_heads, "auto").heads_per_stage
         check_schedule(config.num_attention_heads, config.num_key_value_heads, options.sp, U)

@@ -7,13 +7,13 @@ A setting is written NAME or NAME:item,...
   ulysses, ring, usp, fpdt, native   baselines of `upipe.methods`, with our rotation, checkpointing and tiles. usp: ring=R, its
             ring ranks; fpdt: chunk=TOKENS, of the whole sequence; ulysses: rope=model, transformers' own rotation
   plain     the kernel in the plain model, rotation included, each rank with sequences of its own
-  upipe     ours. Items, beside those of all: host, host=N or device (where the attention output is kept: on the host, for
-            the first N layers there, or made again), U=HEADS or U=H (all heads at once), overlap=on|off, dx=gemm|bf16,
+  upipe     ours. Items, beside those of all: host, host=N or device (where the attention output is kept: on the host, for N layers
+            there (`upipe.apply.host_layers`), or made again), U=HEADS or U=H (all heads at once), overlap=on|off, dx=gemm|bf16,
             layer=parts|fused (fused: each decoder layer as one function, `upipe.layer`; tiles=on then tiles last norm and loss)
 
-  of all but alst: checkpoint=on|off, offload=none|pinned|pageable, keep=N (inputs of the last N layers stay on the
-  device), prefetch=on|off, tiles=on|off|loss|mlp (mlp: MLPs and norms), loss=hf|sum (without a tiled loss: of all logits in
-  fp32 at once, as transformers computes it, or with no fp32 copy of them)
+  of all but alst: checkpoint=on|off, offload=none|pinned|pageable, keep=N (the last N stored inputs stay on the device), pairs=N
+  (one stored input for both layers of N pairs), prefetch=on|off, tiles=on|off|loss|mlp (mlp: MLPs and norms), loss=hf|sum (without
+  a tiled loss: of all logits in fp32 at once, as transformers computes it, or with no fp32 copy of them)
 
 The optimizer's learning rate is 0: weights stay as they are, so that every step of every setting has the same loss and gradient.
 
@@ -78,7 +78,7 @@ FACTOR = 1.2
 class Setting:
     """How a model is trained; see the module for what is written. Defaults are upipe's with everything on.
 
-    host_layers: attention outputs on the host: of no layer (0), of the first so many, or of all (None).
+    host_layers: attention outputs on the host: of no layer (0), of so many, or of all (None).
     heads_per_stage: U; None: P; -1: all heads.
     """
 
@@ -94,6 +94,7 @@ class Setting:
     tiles: str = "on"
     fused: bool = False
     loss: str = "sum"
+    pairs: int = 0
     ring_degree: int | None = None
     chunk_tokens: int | None = None
     rope: str = "ours"
@@ -139,7 +140,8 @@ class Setting:
         items += [f"chunk={self.chunk_tokens}"] * (self.chunk_tokens is not None)
         items += ["checkpoint=off"] * (not self.checkpoint)
         items += [f"offload={self.offload}"] * self.checkpoint
-        items += [f"keep={self.keep}"] * (self.keep is not None) + ["prefetch=off"] * (not self.prefetch)
+        items += [f"keep={self.keep}"] * (self.keep is not None) + [f"pairs={self.pairs}"] * (self.pairs > 0)
+        items += ["prefetch=off"] * (not self.prefetch)
         items += [f"tiles={self.tiles}"] * (self.tiles != "on")
         items += [f"loss={self.loss}"] * (self.loss != ("hf" if self.name == "alst" else "sum"))
         return f"{self.name}:{','.join(items)}"
@@ -157,6 +159,11 @@ class Setting:
         if self.tiles == "loss":
             return dataclasses.replace(whole, mlp_tokens=None, norm_tokens=None)
         return whole if self.tiles == "on" else dataclasses.replace(whole, loss_tokens=None)
+
+    @property
+    def checkpointing(self) -> CheckpointConfig:
+        keep = "auto" if self.keep is None else self.keep
+        return CheckpointConfig(self.offload, keep, prefetch=self.prefetch, pairs=self.pairs)
 
     @property
     def engine(self) -> tuple:
@@ -181,7 +188,7 @@ class Setting:
         U = -(-heads // sp_size) * sp_size if self.heads_per_stage == -1 else self.heads_per_stage
         return upipe.UPipeConfig(
             sp_size=sp_size, heads_per_stage=U, kernel=kernel, attention_output="device" if self.host_layers == 0 else "host",
-            overlap=self.overlap, dx=self.dx,
+            attention_output_layers=self.host_layers or None, overlap=self.overlap, dx=self.dx,
         )
 
 
@@ -205,6 +212,7 @@ _ITEMS: dict[str, tuple[tuple[str, ...], str, Callable[[str], dict[str, Any]]]] 
     "layer": (("upipe",), "=parts|fused", _choice("fused", parts=False, fused=True)),
     "prefetch": (OURS, "=on|off", _choice("prefetch", on=True, off=False)),
     "keep": (OURS, "=LAYERS", lambda value: {"keep": int(value)}),
+    "pairs": (OURS, "=PAIRS", lambda value: {"pairs": int(value)}),
     "tiles": (("alst", *OURS), "=on|off|loss|mlp", _choice("tiles", on="on", off="off", loss="loss", mlp="mlp")),
     "loss": (OURS, "=hf|sum", _choice("loss", hf="hf", sum="sum")),
     "ring": (("usp",), "=RANKS", lambda value: {"ring_degree": int(value)}),
@@ -374,21 +382,15 @@ class Engine:
             contexts = layer_contexts if setting.fused else checkpoint_contexts
             if setting.name != "upipe":
                 contexts = _no_contexts
-            keep = "auto" if setting.keep is None else setting.keep
-            config = CheckpointConfig(offload=setting.offload, keep_layers_on_gpu=keep, prefetch=setting.prefetch)
-            made.checkpointing = apply_checkpointing(model, config, contexts=contexts)
+            made.checkpointing = apply_checkpointing(model, setting.checkpointing, contexts=contexts)
             made.closers.append(made.checkpointing.remove)
         if setting.name == "upipe":
             sharding = self.handle._sharding
-            config = setting.config(self.shape.sp_size, self.heads, "auto")
-            for index, layer in enumerate(model.model.layers):
-                # A copy has the groups of the first, and settings of its own.
-                mine = copy.copy(sharding)
-                on_host = setting.host_layers is None or index < setting.host_layers
-                mine.config = dataclasses.replace(config, attention_output="host" if on_host else "device")
-                mine.schedules = {}
-                mine.schedule(self.heads, model.config.num_key_value_heads)
-                made.attention[layer.self_attn] = mine
+            # A copy has the groups of the first, and settings of its own.
+            mine = copy.copy(sharding)
+            mine.config, mine.schedules = setting.config(self.shape.sp_size, self.heads, "auto"), {}
+            mine.schedule(self.heads, model.config.num_key_value_heads)
+            made.attention = {layer.self_attn: mine for layer in model.model.layers}
         made.classes = {module: type(module) for module in model.modules() if type(module) is not self._plain[module]}
         self._dress({})
         return made
@@ -487,7 +489,7 @@ class Engine:
         """Bytes of attention outputs and log-sum-exps that a step sends to the host, and gets back, on this rank: of each layer
         whose output is kept there L*H*d elements and fp32 numbers for the rank's heads. By arithmetic."""
         config, tokens = self.model.config, self.tokens
-        layers = sum(s.config.attention_output == "host" for s in self.active.attention.values())
+        layers = sum(sharding.attention_output(module) == "host" for module, sharding in self.active.attention.items())
         local = -(-tokens // self.shape.sp_size)
         own = -(-self.heads // self.shape.sp_size)
         size = getattr(torch, self.shape.dtype).itemsize

@@ -89,8 +89,8 @@ def record(point: Point) -> Record:
         sp=ulysses, ring=ring, dp=point.processes // sp if fits else None, zero=point.train.zero_stage,
         heads_per_stage=U if ours else None, kernel=None if point.upipe.kernel == "auto" else point.upipe.kernel,
         attention_output=point.upipe.attention_output, overlap=point.upipe.overlap if ours else None,
-        dx=DX[point.upipe.dx] if ours else None,
-        keep_layers_on_gpu=None, offload=None if point.memory.offload == "auto" else point.memory.offload,
+        dx=DX[point.upipe.dx] if ours else None, keep_layers_on_gpu=None, store_every=point.memory.store_every,
+        offload=None if point.memory.offload == "auto" else point.memory.offload,
         tile_tokens=point.memory.mlp_tokens, dtype=DTYPES[point.train.dtype], warmup_steps=point.untimed_steps,
         extra={
             "scope": "model", "method_form": methods.FORMS[point.method], "device": point.device,
@@ -164,8 +164,10 @@ def run(point: Point) -> Record:
         "report": handle.report().splitlines(), "sent_layers": plan.sent_layers, "host_steps": measured.pop("host_steps"),
     }
     done = done.updated(measured)
+    if point.upipe.attention_output == "host":
+        done.attention_output_host_layers = plan.attention_layers
     if plan.checkpointing is not None:
-        done.offload, done.keep_layers_on_gpu = plan.checkpointing.offload, plan.layers - plan.sent_layers
+        done.offload, done.keep_layers_on_gpu = plan.checkpointing.offload, plan.kept_layers
     held, pinned = _on_host()
     done.host_pinned_gib = (done.host_pinned_gib or 0.0) + pinned
     done.host_pageable_gib = held - pinned

@@ -105,6 +105,20 @@ def test_five_steps_on_another_stream(expected, offload, prefetch, transpose):
     handle.remove()
 
 
+@pytest.mark.parametrize("pairs", [2, LAYERS // 2])
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("offload", ["none", "pinned", "pageable"])
+def test_one_stored_input_for_two_layers(expected, offload, prefetch, pairs):
+    """A slab that is fetched twice, the memory of the first time let go between: bitwise as without."""
+    model = stack(delay=DELAY)
+    handle = apply_checkpointing(model, config(offload, prefetch=prefetch, pairs=pairs), layers=list(model.layers))
+    assert same(train(model, torch.cuda.Stream()), expected[False])
+    report, sent = handle.end_step(), 0 if offload == "none" else 5 * TOKENS * WIDTH * 2
+    assert (report.bytes_to_host, report.bytes_to_device) == ((LAYERS - pairs) * sent, LAYERS * sent)
+    assert report.waiting == 0 and report.paired_calls == 5 * pairs
+    handle.remove()
+
+
 @pytest.mark.parametrize("offload", ["pinned", "pageable"])
 def test_the_stream_changes_between_steps(expected, offload):
     """The stream is asked for at every call: one model, the default stream, another, a third."""

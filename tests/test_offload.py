@@ -17,6 +17,7 @@ from upipe import PreflightError, host
 from upipe.config import ConfigError, from_mapping
 from upipe.offload import CheckpointConfig, OffloadError, apply_checkpointing, decoder_layers
 from upipe.outcomes import classify
+from upipe.tiled import TilingConfig, apply_tiling
 
 MODES = ["none", "pinned", "pageable"]
 LAYERS, HIDDEN = 4, 32
@@ -801,3 +802,24 @@ def _wrapped(wrapper, offload, kind, order="ours first"):
     ("fsdp2-kept", "none", "llama", "ours first"), ("fsdp2", "pinned", "llama", "ours last")])
 def test_ddp_and_fsdp2(worlds, wrapper, offload, kind, order):
     assert worlds(2).run(_wrapped, wrapper=wrapper, offload=offload, kind=kind, order=order) == [0, 0]
+
+
+@pytest.mark.parametrize("parts", [{}, {"loss_tokens": None}, {"mlp_tokens": None}])
+def test_tiles_leave_no_gradient_that_something_else_holds(parts):
+    """The tiled norm after the last layer writes over a view that the loss made: the layer must be able to free it all the same."""
+    model = model_of()
+    tiling = apply_tiling(model, TilingConfig(**{"mlp_tokens": 5, "norm_tokens": 3, "loss_tokens": 4, **parts}))
+    ids = ids_of()
+    labels = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:]
+
+    def loss():
+        return model(input_ids=ids, shift_labels=labels, use_cache=False).loss if tiling.has_loss else loss_of(model, ids)
+
+    loss().backward()
+    expected = gradients(model)
+    reused = tiling.norm_counts.reused
+    with checkpointed(model, config("pinned")) as handle:
+        model.zero_grad()
+        loss().backward()
+        assert_same(gradients(model), expected)
+        assert handle.end_step().gradients_shared == 0 and tiling.norm_counts.reused > reused > 0

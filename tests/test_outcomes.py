@@ -102,8 +102,8 @@ def test_pinned_has_what_was_asked_and_what_is_pinned(monkeypatch):
     assert told.outcome == "oom_pinned" and told.numbers["asked"] == 3 << 20 and told.numbers["pinned"] == 0
     assert told.numbers["limit"] > 0 and "out of pinned (page-locked) host memory (oom_pinned)" in str(told)
     found = [key for key in keys(told) if "ulimit" not in key]
-    assert found == ["memory.pinned_fallback", "memory.offload", "memory.keep_layers_on_gpu", "upipe.attention_output",
-                     "upipe.sp_size", "data.tokens"]  # fmt: skip
+    assert found == ["memory.pinned_fallback", "memory.offload", "memory.keep_layers_on_gpu", "upipe.attention_output_layers",
+                     "memory.store_every", "upipe.attention_output", "upipe.sp_size", "data.tokens"]  # fmt: skip
 
 
 def test_host_has_the_machines_numbers_and_torchs_request():

@@ -155,7 +155,10 @@ def test_longest():
     words = [*FUSED, "upipe.overlap=false", "memory.prefetch=false"]
     found = max_tokens("llama3-8b", EIGHT, words)
     assert found.fits and not at(found.tokens + plan.GRAIN, *words[3:]).fits
-    assert 7.4 < found.tokens / 2**20 < 7.8 and found.limit == "host"
+    assert 7.4 < found.tokens / 2**20 < 7.8 and found.limit == "host" and found.headroom["device"] > 8
+    # One stored input for two layers: then the device ends it.
+    paired = max_tokens("llama3-8b", EIGHT, [*words, "memory.store_every=2"])
+    assert 9 < paired.tokens / 2**20 < 9.5 and paired.limit == "device"
     assert max_tokens("qwen3-32b", Machine.parse("8xA100-40GB"), words) is None
 
 
@@ -163,10 +166,14 @@ def test_fit():
     """The fastest that fits; sequence parallelism only as far as needed; what is given stays."""
     short, long = fit("llama3-8b", 2**16, EIGHT), fit("llama3-8b", 7 * 2**20, EIGHT)
     assert short.fits and long.fits and short.run.upipe.sp_size < long.run.upipe.sp_size == 8
-    assert long.run.upipe.attention_output == "device" and fit("llama3-8b", 2**20, EIGHT).run.upipe.attention_output == "host"
+    assert fit("llama3-8b", 2**20, EIGHT).attention_layers == 32 and 0 < long.attention_layers < 32
     given = fit("llama3-8b", 2**20, EIGHT, ["upipe.attention_output=device", "upipe.sp_size=8"])
     assert given.run.upipe.attention_output == "device" and given.run.upipe.sp_size == 8
     assert fit("llama3-8b", 16 * 2**20, EIGHT) is None
+    # 7.6M was the end where every layer's input is stored.
+    eight, ten = (fit("llama3-8b", n * 2**20, EIGHT, ["upipe.sp_size=8"]) for n in (8, 10))
+    assert eight.fits and eight.pairs == 16 and eight.run.memory.optimizer == "device"
+    assert ten.fits and ten.pairs > 0 and ten.run.memory.optimizer == "cpu"
 
 
 @pytest.mark.parametrize("words, change", [
@@ -186,9 +193,36 @@ def test_advice(words, change):
 
 
 def test_advice_for_the_host():
-    found = at(6 * 2**20, "upipe.attention_output=host")
-    assert found.limit == "host" and found.headroom["host"] < 0 and found.advice() == "upipe.attention_output=device"
-    assert "more host memory" in at(2**23, "upipe.overlap=false", "memory.prefetch=false").advice()
+    all_of_them = ["upipe.attention_output=host", "upipe.attention_output_layers=null"]
+    found = at(6 * 2**20, *all_of_them)
+    assert found.limit == "host" and found.headroom["host"] < 0 and found.advice() == "upipe.attention_output_layers=auto"
+    assert at(6 * 2**20, *all_of_them[:1], found.advice()).fits
+    least = ["upipe.overlap=false", "memory.prefetch=false"]
+    found = at(2**23, *least)
+    assert found.advice() == "memory.store_every=2 memory.pairs=2" and at(2**23, *least, *found.advice().split()).fits
+    small = Machine.parse("8xH100-80GB", host_gib=1000)
+    assert "more host memory" in at(2**23, *least, "memory.store_every=2", machine=small).advice()
+
+
+def test_attention_outputs_of_some_layers_and_pairs():
+    """At 8M a layer's input is 64 GiB a node, its attention output 65: as many as 1945 less 60 leave room for."""
+    words = ["upipe.overlap=false", "memory.prefetch=false", "upipe.attention_output=host"]
+    found = at(2**23, *words, "memory.store_every=2")
+    assert (found.pairs, found.sent_layers, found.attention_layers) == (16, 16, 13)
+    assert found.host["layer inputs"] == 16 * 64 and found.host["attention outputs"] == 13 * 65 and found.headroom["host"] < 65
+    none, some = (at(2**23, *words, "memory.store_every=2", f"upipe.attention_output_layers={n}") for n in (0, 5))
+    # A first layer of a pair runs attention forward three times, or once.
+    for fewer, outputs in ((some, 5), (found, 13)):
+        assert fewer.time["attention, forward"] / none.time["attention, forward"] == pytest.approx((80 - 2 * outputs) / 80)
+    single = at(2**23, *words[:2])
+    assert none.time["attention, forward"] == pytest.approx(80 / 64 * single.time["attention, forward"])
+    assert none.time["products"] > single.time["products"] and none.device_gib == single.device_gib
+    # A pair whose input stays: the second layer's is beside it.
+    kept = at(2**20, "memory.store_every=2", "memory.keep_layers_on_gpu=1", "memory.prefetch=false")
+    assert kept.device["saved inputs"] == 2 and kept.sent_layers == 15
+    assert plan.with_pairs(at(2**20)) and len(plan.with_pairs(at(2**20))) == 1
+    with pytest.raises(ConfigError, match="attention_output_layers=33 of 32"):
+        at(2**20, "upipe.attention_output=host", "upipe.attention_output_layers=33")
 
 
 @pytest.mark.parametrize("preset", ["paper", "fastest", "lowest_memory"])

@@ -328,7 +328,7 @@ def test_the_bytes_of_a_plan():
 
 
 def test_more_than_the_host_has_is_refused():
-    told = r"2 ranks of this host would keep 124.0 GiB in its 100.0 GiB.*31 layer inputs of 2.00 GiB\. Use a larger keep"
+    told = r"2 ranks of this host would keep 124.0 GiB in its 100.0 GiB.*31 layer inputs of 2.00 GiB\. Use store_every: 2 .*a larger keep"
     with pytest.raises(ConfigError, match=told):
         planned("paper", host=100)
     with pytest.raises(ConfigError, match="attention outputs of 65.00 GiB"):

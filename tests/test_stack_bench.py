@@ -56,8 +56,8 @@ def _stack(folder, arguments):
 
 def test_settings_are_written_as_they_are_read():
     assert Setting.parse("upipe") == Setting()
-    assert Setting.parse("upipe:host=3,U=8,overlap=off,dx=bf16,offload=pageable,keep=2,prefetch=off,tiles=mlp") == Setting(
-        "upipe", 3, 8, False, "bf16", True, "pageable", 2, False, "mlp"
+    assert Setting.parse("upipe:host=3,U=8,overlap=off,dx=bf16,offload=pageable,keep=2,pairs=1,prefetch=off,tiles=mlp") == Setting(
+        "upipe", 3, 8, False, "bf16", True, "pageable", 2, False, "mlp", pairs=1
     )
     assert Setting.parse("upipe:host,U=H,layer=fused").heads_per_stage == -1 and Setting.parse("upipe:host").host_layers is None
     assert Setting.parse("plain:checkpoint=off").offload == "none"

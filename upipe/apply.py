@@ -54,6 +54,8 @@ class UPipeConfig:
         attention_output: "device" or "host": where the attention output of a checkpointed layer is until its backward.
             "host" runs attention forward once a step and not twice, for one hidden state a layer of host memory. It needs
             checkpointing that tells the block so (`upipe.block.checkpoint_contexts`; `upipe train` sees to it).
+        attention_output_layers: under "host", of how many layers (`host_layers` says which); the others make it again. None: of
+            all. "auto": of as many as the host has memory for, which `upipe.memory.make_plan` settles.
         overlap: exchange the next stage's heads while one runs. False: less memory.
         dx: how the input's gradient is summed over stages: "gemm", accurately, or "bf16", in the model's dtype, with less memory.
         shard_eval: whether `model.eval()` works on shards too. False: in eval the model takes whole sequences on every
@@ -65,6 +67,7 @@ class UPipeConfig:
     kernel: str = "auto"
     ring_degree: int = 1
     attention_output: Literal["device", "host"] = "device"
+    attention_output_layers: int | Literal["auto"] | None = None
     overlap: bool = True
     dx: Literal["gemm", "bf16"] = "gemm"
     shard_eval: bool = True
@@ -73,6 +76,21 @@ class UPipeConfig:
     def ulysses_degree(self) -> int:
         """P = sp_size / ring_degree."""
         return self.sp_size // self.ring_degree
+
+
+def host_layers(config: UPipeConfig, layers: int) -> frozenset[int]:
+    """The layers whose attention output goes to the host: every other one from the first on, then those between.
+
+    All that is there at the end of the forward is there at once, and the recompute holds no more with it than without, so which
+    layers they are changes no peak; it changes what waits for copies. Alternating, a layer that sends two tensors is followed by
+    one that sends its input alone, in which the copies catch up; the last layer, whose output would be fetched as soon as it has
+    gone, comes last. Where one stored input serves two layers (`upipe.offload`) these are first those that are run again for the
+    second's sake, and so read their attention output twice.
+    """
+    if config.attention_output == "device":
+        return frozenset()
+    count = layers if config.attention_output_layers is None else config.attention_output_layers
+    return frozenset([*range(0, layers, 2), *range(1, layers, 2)][:count])
 
 
 class Sharding:
@@ -131,6 +149,11 @@ class Sharding:
             if dist.get_rank() == 0:
                 logger.info("heads_per_stage: auto is %d for %d tokens with %s (%s)", self._widths[key], tokens, kernel, why)
         return self._widths[key]
+
+    def attention_output(self, attention: nn.Module) -> str:
+        """ "device" or "host", of one attention module."""
+        index, layers = attention._upipe_layer
+        return "host" if index in host_layers(self.config, layers) else "device"
 
     def kernel(self, case: kernels.Case) -> kernels.Kernel:
         if case not in self.kernels:
@@ -240,7 +263,7 @@ def block_spec(
         offsets=sharding.offsets(position_ids, hidden_states.shape[0]),
         window=window,
         softcap=softcap,
-        attention_output=sharding.config.attention_output,
+        attention_output=sharding.attention_output(attention),
         overlap=sharding.config.overlap,
         dx=sharding.config.dx,
     )
@@ -516,7 +539,7 @@ class Handle:
             f"sequence parallel {self.mesh} x data parallel {self.dp_size}",
             *(schedule.describe() for schedule in self._sharding.schedules.values()),
             *(f"attention kernel: {name} ({case})" for case, name in self.kernels.items()),
-            f"attention output on the {c.attention_output}, exchange {'' if c.overlap else 'not '}overlapped, dx by {c.dx}",
+            f"attention output {self._outputs()}, exchange {'' if c.overlap else 'not '}overlapped, dx by {c.dx}",
             *self._other_reports(),
             *self._notes,
         ]
@@ -526,6 +549,10 @@ class Handle:
         """Of what else was put on the model."""
         others = {id(part): part for m in self.model.modules() for part in _stack_parts(m)}
         return [part.report() for part in others.values()]
+
+    def _outputs(self) -> str:
+        on_host = len(host_layers(self.config, self._layers))
+        return f"of {on_host} layers on the host" if 0 < on_host < self._layers else f"on the {'host' if on_host else 'device'}"
 
     def remove(self) -> None:
         """Make the model plain again and give the process groups back. Engines made with `mpu` must not step afterwards.
@@ -540,6 +567,7 @@ class Handle:
                 )
         for module in self._patched:
             module.__class__ = type(module).__mro__[1]
+            vars(module).pop("_upipe_layer", None)
         self._patched, self._decoder = [], None
         self._sharding.closed = True
         self.mpu.destroy()
@@ -566,9 +594,9 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     init_distributed()
     preflight.check_groups(config.sp_size, config.ring_degree, node_ranks())
     preflight.check_kernel_name(config.kernel)
-    preflight.check_modes(config)
     check_unpatched(model)
     found = preflight.find_attention(model)
+    preflight.check_modes(config, len(found))
     for name, module, architecture in found:
         preflight.check_config(module.config)
         preflight.check_attention(name, module, architecture)
@@ -578,7 +606,8 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
         preflight.check_schedule(*architecture.heads(module), config.ulysses_degree, config.heads_per_stage)
 
     sharding = Sharding(config, SequenceParallelGroups(config.sp_size, config.ring_degree))
-    for _, module, architecture in found:
+    for index, (_, module, architecture) in enumerate(found):
+        module._upipe_layer = index, len(found)
         sharding.schedule(*architecture.heads(module))
     return patch(model, sharding, found, Handle, attention_forward, ds_config)
 

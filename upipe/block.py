@@ -28,7 +28,8 @@ Source: Untied Ulysses, arXiv 2602.21196 sections 3 and 4.
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -146,9 +147,36 @@ class _Checkpoint(threading.local):
 
     calls: list | None = None
     first: bool = False
+    peek: bool = False
 
 
 _checkpoint = _Checkpoint()
+
+
+class Reusable(AbstractContextManager):
+    """A context manager that may be entered again: each time it is a new one from `make`."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager]) -> None:
+        self.make = make
+        self.entered: list[AbstractContextManager] = []
+
+    def __enter__(self):
+        self.entered.append(self.make())
+        return self.entered[-1].__enter__()
+
+    def __exit__(self, *error):
+        return self.entered.pop().__exit__(*error)
+
+
+@contextmanager
+def peeking():
+    """Around the second of `checkpoint_contexts`: a forward for its result alone, before the recomputed one. It takes what an
+    `attention_output="host"` left, and leaves it there."""
+    before, _checkpoint.peek = _checkpoint.peek, True
+    try:
+        yield
+    finally:
+        _checkpoint.peek = before
 
 
 def checkpoint_contexts():
@@ -163,13 +191,13 @@ def checkpoint_contexts():
     @contextmanager
     def during(first: bool):
         before = _checkpoint.calls, _checkpoint.first
-        _checkpoint.calls, _checkpoint.first = calls, first
+        _checkpoint.calls, _checkpoint.first = list(calls) if _checkpoint.peek else calls, first
         try:
             yield
         finally:
             _checkpoint.calls, _checkpoint.first = before
 
-    return during(True), during(False)
+    return Reusable(lambda: during(True)), Reusable(lambda: during(False))
 
 
 def attention_block(
@@ -213,7 +241,7 @@ class _AttentionBlock(torch.autograd.Function):
         with run.space.call(forward=True):
             if to_host and calls and not first:
                 copy = calls.pop(0)
-                y, out, lse = run.rebuild(copy, keep=not on_host)
+                y, out, lse = run.rebuild(copy, keep=not on_host and not _checkpoint.peek)
             else:
                 copy = _HostCopy(run) if on_host or (to_host and first) else None
                 out, lse = run.forward(copy)
@@ -223,7 +251,7 @@ class _AttentionBlock(torch.autograd.Function):
                 calls.append(copy)
             # Checkpointing drops what a first forward saves, and wants the recomputed one to save the same shapes.
             out, lse = (t.new_empty(1).expand(t.shape) for t in (out, lse))
-        elif copy is not None and not on_host:
+        elif copy is not None and not on_host and not _checkpoint.peek:
             copy.free()
         ctx.spec, ctx.copy, ctx.spent = spec, copy if on_host else None, False
         ctx.save_for_backward(cos, sin, x, *(() if on_host else (out, lse)), *params)

@@ -35,7 +35,9 @@ FREE_TRAIN = {
 }  # fmt: skip
 FREE_DATA = {"path", "eval_path", "eval_split"}
 FREE_MODEL = {"checkpointing", "zero_init"}
-FREE_UPIPE = {"heads_per_stage", "kernel", "ring_degree", "shard_eval", "attention_output", "overlap", "dx"}
+FREE_UPIPE = {
+    "heads_per_stage", "kernel", "ring_degree", "shard_eval", "attention_output", "attention_output_layers", "overlap", "dx",
+}
 
 
 def complete(run_dir: str | Path) -> list[Path]:

@@ -362,18 +362,24 @@ class HostStore:
         else:
             _compute_waits(self.device, saved.sent)
 
-    def receive(self, saved: Parked) -> torch.Tensor:
-        """The tensor again, right for the current stream, with its strides if it filled its memory. Once a tensor."""
+    def receive(self, saved: Parked, last: bool = True) -> torch.Tensor:
+        """The tensor again, right for the current stream, with its strides if it filled its memory. last: it is not needed
+        again, and its slab is free; False: it stays on the host, to be received once more."""
         self._fetch(saved)
         event = saved.arrived.result() if isinstance(saved.arrived, Future) else saved.arrived
         _compute_waits(self.device, event)
         x, saved.buffer, saved.slab.buffer = saved.buffer, None, None
         if saved.buffer_stream is not None and saved.buffer_stream != torch.cuda.current_stream(self.device):
             x.record_stream(torch.cuda.current_stream(self.device))
-        del self._waiting[saved.serial]
-        saved.slab.event, saved.slab.future = event, None
-        saved.free_slab()
+        saved.slab.event, saved.slab.future, saved.arrived = event, None, None
+        if last:
+            del self._waiting[saved.serial]
+            saved.free_slab()
         return x
+
+    def holds(self, saved: Parked) -> bool:
+        """Whether it can still be received."""
+        return saved.serial in self._waiting
 
     def prefetch(self, before: int) -> None:
         """Start the newest tensor sent before serial `before` on its way back."""

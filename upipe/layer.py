@@ -130,8 +130,8 @@ def layer_contexts():
     for the recomputed one.
 
     With them the recomputed forward computes nothing, because the layer's backward makes again all that it needs: what it
-    returns is NaN and must not be used. They are `block.checkpoint_contexts` as well, for layers that were left alone:
-    `apply_checkpointing(model, contexts=layer_contexts)`.
+    returns is NaN and must not be used. Under `block.peeking` it does compute its result. They are `block.checkpoint_contexts` as
+    well, for layers that were left alone: `apply_checkpointing(model, contexts=layer_contexts)`.
     """
     call, inner = _Call(), block.checkpoint_contexts()
 
@@ -145,7 +145,7 @@ def layer_contexts():
         finally:
             _current.call, _current.first = before
 
-    return during(True, inner[0]), during(False, inner[1])
+    return block.Reusable(lambda: during(True, inner[0])), block.Reusable(lambda: during(False, inner[1]))
 
 
 def decoder_layer(x: torch.Tensor, weights: LayerWeights, cos: torch.Tensor, sin: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
@@ -195,7 +195,12 @@ class _DecoderLayer(torch.autograd.Function):
     def forward(ctx, spec, call, first, graph, cos, sin, x, *flat):
         to_host = spec.block.attention_output == "host"
         copy = None
-        if call is not None and not first:
+        if call is not None and not first and block._checkpoint.peek:
+            run = _LayerRun(spec, spec.block.forward_schedule, LayerWeights.of(flat), x, cos, sin)
+            left = call.copies[0] if to_host and call.copies else None
+            with run.space.call(forward=left is None):
+                y = run.of_rows(run.finish_forward(run.attention_output(left, log_sum_exp=False)[0]))
+        elif call is not None and not first:
             copy = call.copies.pop(0) if to_host and call.copies else None
             y = x.new_full((1,), torch.nan).expand(x.shape)
         else:
@@ -207,9 +212,7 @@ class _DecoderLayer(torch.autograd.Function):
             if first and copy is not None:
                 call.copies.append(copy)
                 copy = None
-            y = run.from_rows(y)
-            # With B = 1 it is a view, and autograd forbids writing in place into a view that a Function returns.
-            y = torch.ops.aten._unsafe_view(y, y.shape)
+            y = run.of_rows(y)
         ctx.spec, ctx.copy = spec, copy
         ctx.save_for_backward(cos, sin, x, *flat)
         return y
@@ -242,6 +245,12 @@ class _LayerRun(_Run):
     ) -> None:
         self.layer, self.lw = spec, weights
         super().__init__(spec.block, schedule, weights.attention, x, cos, sin)
+
+    def of_rows(self, y: torch.Tensor) -> torch.Tensor:
+        """[N, D] -> [B, L, D], as a Function may return it."""
+        y = self.from_rows(y)
+        # With B = 1 it is a view, and autograd forbids writing in place into a view that a Function returns.
+        return torch.ops.aten._unsafe_view(y, y.shape)
 
     def normed(self, rows: slice) -> torch.Tensor:
         """norm1(x) of some rows."""
@@ -294,16 +303,16 @@ class _LayerRun(_Run):
             del h, n, wide
         return y
 
-    def attention_output(self, copy: _HostCopy | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention output [N, H, d] and log-sum-exp, computed again, or from the host stage by stage, two on their way at a
-        time."""
+    def attention_output(self, copy: _HostCopy | None, log_sum_exp: bool = True) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention output [N, H, d] and log-sum-exp (if that is wanted), computed again, or from the host stage by stage, two on
+        their way at a time."""
         if copy is None:
             result = self.forward(None)
             self.space.release_idle()
             return result
         out = self.x.new_empty(self.N, self.sched.heads, self.d)
-        lse = torch.empty(copy.lse.shape, dtype=copy.lse.dtype, device=self.x.device)
-        landed = copy.fetch(lse, copy.lse)
+        lse = torch.empty(copy.lse.shape, dtype=copy.lse.dtype, device=self.x.device) if log_sum_exp else None
+        landed = copy.fetch(lse, copy.lse) if log_sum_exp else None
         coming: list = []
 
         def place():

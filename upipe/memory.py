@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from upipe import host
-from upipe.apply import Handle, UPipeConfig
+from upipe import host, preflight
+from upipe.apply import Handle, UPipeConfig, host_layers
 from upipe.block import checkpoint_contexts
 from upipe.build import ModelConfig, ModelSizes
 from upipe.config import ConfigError, Length, parse_length
@@ -30,11 +30,14 @@ from upipe.loss import LOSS_TILE_TOKENS
 from upipe.methods import MethodConfig, apply_method
 from upipe.methods import config as methods
 from upipe.offload import CheckpointConfig, Checkpointing, apply_checkpointing
+from upipe.preflight import PreflightError
 from upipe.tiled import MLP_TILE_TOKENS, NORM_TILE_TOKENS, Tiling, TilingConfig, apply_tiling
 
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+SYSTEM_GIB, PROCESS_GIB = 20.0, 5.0
+"""Host memory that the system and each process take, assumed; see `system_bytes`."""
 PINNED_UP_TO = 4 * 2**20  # tokens; the UPipe paper's 8B runs are pinned up to 4M and not beyond
 _TILES = {"mlp_tokens": MLP_TILE_TOKENS, "norm_tokens": NORM_TILE_TOKENS, "loss_tokens": LOSS_TILE_TOKENS}
 
@@ -52,7 +55,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "fastest": {
         "model": {"checkpointing": "non-reentrant"},
-        "upipe": {"heads_per_stage": "auto", "attention_output": "host", "overlap": True, "dx": "gemm"},
+        "upipe": {
+            "heads_per_stage": "auto", "attention_output": "host", "attention_output_layers": "auto", "overlap": True, "dx": "gemm",
+        },
         "memory": {**_TILES, "offload": "auto", "prefetch": True},
     },
 }
@@ -77,8 +82,13 @@ class MemoryConfig:
     offload: where the inputs of checkpointed layers are kept. "none": on the device, with transformers' own checkpointing;
     "pinned" and "pageable" host memory, with that of `upipe.offload`; "auto": pinned, but only as many layers as do not fit on
     the device by an estimate (`estimate_kept`). keep_layers_on_gpu: inputs of the last n layers stay; "auto": 1, or as
-    estimated. pinned_fallback: go on pageable where page-locked memory runs out, rather than fail. prefetch: fetch the next
-    input while a layer's backward runs, for one more u.
+    estimated; 0 where all layers are in pairs. pinned_fallback: go on pageable where page-locked memory runs out, rather than
+    fail. prefetch: fetch the next input while a layer's backward runs, for one more u.
+
+    store_every: 2: one stored input serves a pair of layers, for lengths at which the host cannot hold every layer's. It saves u of
+    host memory a pair, and costs one more forward of the pair's first layer: without attention where that layer's attention output
+    is on the host (`upipe.attention_output_layers`: there first). Bits of gradients stay. pairs: of so many pairs, from the first
+    layer on; null: of all layers.
 
     optimizer: "cpu" keeps the optimizer's states and its step on the host (ZeRO 1 to 3; 12 bytes a parameter over all ranks).
     reduce_bucket_parameters: gradients reduced at a time; null: one decoder layer's. prefetch_parameters: parameters that
@@ -95,6 +105,8 @@ class MemoryConfig:
     fused_layers: bool = False
     offload: Literal["none", "pinned", "pageable", "auto"] | None = None
     keep_layers_on_gpu: int | Literal["auto"] = "auto"
+    store_every: Literal[1, 2] = 1
+    pairs: int | None = None
     pinned_fallback: bool = False
     prefetch: bool = True
     optimizer: Literal["device", "cpu"] = "device"
@@ -102,12 +114,14 @@ class MemoryConfig:
     prefetch_parameters: int | None = None
 
     def __post_init__(self):
-        for name in ("mlp_tokens", "norm_tokens", "loss_tokens", "reduce_bucket_parameters", "prefetch_parameters"):
+        for name in ("mlp_tokens", "norm_tokens", "loss_tokens", "pairs", "reduce_bucket_parameters", "prefetch_parameters"):
             value = getattr(self, name)
             if value is not None and value < (0 if name == "prefetch_parameters" else 1):
                 raise ValueError(f"{name}={value}: must be positive, or null")
         if self.keep_layers_on_gpu != "auto" and self.keep_layers_on_gpu < 0:
             raise ValueError(f"keep_layers_on_gpu={self.keep_layers_on_gpu}: must be 0 or more, or auto")
+        if self.store_every == 1 and self.pairs is not None:
+            raise ValueError(f"pairs={self.pairs} with store_every=1: they are of store_every: 2")
         if self.offload is None:
             if self.preset != "none":
                 raise ValueError(
@@ -142,6 +156,8 @@ def fill(mapping: dict[str, Any], tokens: Any) -> dict[str, Any]:
         if isinstance(given, dict):
             if section == "upipe" and memory.get("fused_layers") is True:
                 values = values | {"dx": "gemm"}
+            if section == "upipe" and given.get("attention_output") == "device":
+                values = {key: value for key, value in values.items() if key != "attention_output_layers"}
             if name == "paper" and section == "memory" and _length(tokens) > PINNED_UP_TO:
                 values = values | {"offload": "pageable"}
             filled[section] = given | {key: value for key, value in values.items() if key not in given}
@@ -186,6 +202,16 @@ def check(run: Any) -> None:
             "forward of a checkpointed layer; set model.checkpointing: non-reentrant (with any memory.offload), or "
             "upipe.attention_output: device"
         )
+    if upipe.attention_output == "device" and upipe.attention_output_layers is not None:
+        raise ValueError(
+            f"upipe.attention_output_layers={upipe.attention_output_layers} with upipe.attention_output=device: no layer's is on the "
+            "host then; set upipe.attention_output: host, or leave it out"
+        )
+    if memory.store_every == 2 and memory.offload not in ("pinned", "pageable"):
+        raise ValueError(
+            f"memory.store_every=2 with memory.offload={memory.offload}: it is for inputs that are more than the host holds; set "
+            "memory.offload: pinned or pageable, or leave it out"
+        )
     if memory.fused_layers and (memory.offload == "none" or upipe.dx != "gemm"):
         raise ValueError(
             f"memory.fused_layers=true with memory.offload={memory.offload}, upipe.dx={upipe.dx}: a fused layer needs the checkpointing "
@@ -219,8 +245,9 @@ class Plan:
     """What the memory stack of a run is, its sizes known. Bytes of one process.
 
     tiling, fused, checkpointing: settings of the parts; None: left out (checkpointing: that of the model's own, or none).
-    input_bytes: u. layers, sent_layers: decoder layers, and those whose input goes to the host. attention_bytes: attention
-    outputs and their log-sum-exps that stay on the host. host_bytes: all that a step keeps on the host, optimizer included.
+    input_bytes: u. layers, sent_layers: decoder layers, and those whose input goes to the host. pairs: of layers, of which only the
+    first one's input is stored. attention_layers, attention_bytes: layers whose attention output and log-sum-exp stay on the host,
+    and what these take. host_bytes: all that a step keeps on the host, optimizer included.
     """
 
     tiling: TilingConfig | None
@@ -232,6 +259,13 @@ class Plan:
     host_bytes: int
     preset: str = "none"
     fused: FusedLayersConfig | None = None
+    attention_layers: int = 0
+    pairs: int = 0
+
+    @property
+    def kept_layers(self) -> int:
+        """Stored inputs that stay on the device."""
+        return self.layers - self.pairs - self.sent_layers
 
     def model(self, config: ModelConfig) -> ModelConfig:
         """The model's section with its own checkpointing off where the plan has another in its place."""
@@ -241,14 +275,25 @@ class Plan:
         """One line: where saved inputs and attention outputs are, and the host memory that takes."""
         saved = "layer inputs on the device" if self.checkpointing else "saved as the model has it"
         if self.sent_layers:
-            kept, mode = self.layers - self.sent_layers, self.checkpointing.offload
+            kept, mode = self.kept_layers, self.checkpointing.offload
             saved = f"{self.sent_layers} layer inputs of {self.input_bytes / GIB:.3g} GiB to {mode} host memory, {kept} on the device"
+        if self.pairs:
+            saved += f", one for both layers of {self.pairs} pairs"
+        if self.attention_layers:
+            each = self.attention_bytes / self.attention_layers / GIB
+            saved += f"; attention outputs of {self.attention_layers} of {self.layers} layers there too, {each:.3g} GiB each"
         preset = "" if self.preset == "none" else f"preset {self.preset}; "
         return f"{preset}{saved}; {self.host_bytes / GIB:.3g} GiB of host memory a rank"
 
 
+def system_bytes(host_bytes: int, local_ranks: int) -> int:
+    """What of a host's memory is left to the system and its processes, at most a quarter."""
+    return int(min(host_bytes / 4, (SYSTEM_GIB + PROCESS_GIB * local_ranks) * GIB))
+
+
 def make_plan(
-    run: Any, tokens: int, sizes: ModelSizes, *, world: int, local_ranks: int, device_bytes: int | None, host_bytes: int
+    run: Any, tokens: int, sizes: ModelSizes, *, world: int, local_ranks: int, device_bytes: int | None, host_bytes: int,
+    refuse: bool = True,
 ) -> Plan:
     """Settle what depends on sizes, and refuse what the host cannot hold.
 
@@ -258,9 +303,11 @@ def make_plan(
         world, local_ranks: processes of the run, and of one host.
         device_bytes: memory of the GPU; None on the CPU.
         host_bytes: memory of the host.
+        refuse: False: also where the host cannot hold it.
 
     Raises:
-        ConfigError: saved inputs, attention outputs and optimizer states of a host's ranks are more than its memory.
+        ConfigError: saved inputs, attention outputs and optimizer states of a host's ranks are more than its memory; more pairs of
+            layers, or layers with attention output on the host, than there are.
     """
     train, upipe, memory = run.train, run.upipe, run.memory
     itemsize = 2 if train.dtype == "bf16" else 4
@@ -272,30 +319,34 @@ def make_plan(
             memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens, memory.fp32_grads, memory.reuse_grad, train.z_loss,
             train.label_smoothing, memory.loss_implementation,
         )  # fmt: skip
-    sent = 0
+    sent, pairs = 0, _pairs(memory, sizes.layers)
     if memory.offload != "none":
         keep, mode = memory.keep_layers_on_gpu, memory.offload
         if mode == "auto":
             keep = estimate_kept(run, input_bytes, sizes, world, device_bytes)
             mode = "pinned" if keep < sizes.layers else "none"
         checkpointing = CheckpointConfig(
-            mode, "auto" if mode == "none" else keep, pinned_fallback=memory.pinned_fallback, prefetch=memory.prefetch
+            mode, "auto" if mode == "none" else keep, pinned_fallback=memory.pinned_fallback, prefetch=memory.prefetch, pairs=pairs
         )
-        sent = sizes.layers - checkpointing.kept(sizes.layers)
-    attention = 0
-    if upipe.attention_output == "host":
-        attention = sizes.layers * rows * (sizes.attention_width * itemsize + sizes.heads * 4)
+        sent = checkpointing.sent(sizes.layers)
     # A layer that is checkpointed keeps its chunks during its own backward alone.
     alive = sizes.layers if run.model.checkpointing == "none" else 1
     chunks = alive * methods.host_bytes(methods.of(run.method), rows, sizes.attention_width, sizes.heads, itemsize)
     states = 12 * sizes.parameters // world if memory.optimizer == "cpu" else 0
     fused = FusedLayersConfig(memory.mlp_tokens or FusedLayersConfig.mlp_tokens, memory.reuse_grad) if memory.fused_layers else None
+    each = rows * (sizes.attention_width * itemsize + sizes.heads * 4)
+    # DeepSpeed's optimizer on the host has fp32 gradients beside its states.
+    left = (host_bytes - system_bytes(host_bytes, local_ranks)) // local_ranks - sent * input_bytes - chunks - states * 16 // 12
+    outputs = _attention_layers(upipe, sizes.layers, left // each)
+    attention = outputs * each
     on_host = sent * input_bytes + attention + chunks + states
-    plan = Plan(tiling, checkpointing, sizes.layers, sent, input_bytes, attention, on_host, memory.preset, fused)
-    if plan.host_bytes * local_ranks > host_bytes:
+    plan = Plan(
+        tiling, checkpointing, sizes.layers, sent, input_bytes, attention, on_host, memory.preset, fused, outputs, pairs
+    )  # fmt: skip
+    if refuse and plan.host_bytes * local_ranks > host_bytes:
         parts = (
-            (sent * input_bytes, f"{sent} layer inputs of {input_bytes / GIB:.2f} GiB", "a larger keep_layers_on_gpu"),
-            (attention, f"attention outputs of {attention / GIB:.2f} GiB", "attention_output: device"),
+            (sent * input_bytes, f"{sent} layer inputs of {input_bytes / GIB:.2f} GiB", _fewer_inputs(pairs, sizes.layers)),
+            (attention, f"attention outputs of {attention / GIB:.2f} GiB", "attention_output_layers: auto"),
             (chunks, f"attention's chunks of up to {chunks / GIB:.2f} GiB", "another method"),
             (states, f"optimizer states of {states / GIB:.2f} GiB", "optimizer: device"),
         )
@@ -306,6 +357,32 @@ def make_plan(
             "with a larger sp_size"
         )
     return plan
+
+
+def _pairs(memory: MemoryConfig, layers: int) -> int:
+    """Pairs of layers that share a stored input."""
+    if memory.store_every == 1:
+        return 0
+    if memory.pairs is None and layers % 2:
+        raise ConfigError(f"memory.store_every=2 of {layers} layers, an odd number: set memory.pairs to {layers // 2} or fewer")
+    if memory.pairs is not None and 2 * memory.pairs > layers:
+        raise ConfigError(f"memory.pairs={memory.pairs} of {layers} layers: use {layers // 2} or fewer")
+    return layers // 2 if memory.pairs is None else memory.pairs
+
+
+def _fewer_inputs(pairs: int, layers: int) -> str:
+    return "a larger keep_layers_on_gpu" if 2 * pairs >= layers - 1 else "store_every: 2 with more pairs, a larger keep_layers_on_gpu"
+
+
+def _attention_layers(config: UPipeConfig, layers: int, room: int) -> int:
+    """Layers whose attention output goes to the host, which has room for so many."""
+    try:
+        preflight.check_attention_output_layers(config, layers)
+    except PreflightError as error:
+        raise ConfigError(f"upipe.{error}") from None
+    if config.attention_output == "host" and config.attention_output_layers == "auto":
+        return min(layers, max(0, room))
+    return len(host_layers(config, layers))
 
 
 def estimate_kept(run: Any, input_bytes: int, sizes: ModelSizes, world: int, device_bytes: int | None) -> int:
@@ -348,7 +425,7 @@ class Stack:
             OffloadError: layers were to be sent, and nothing was.
         """
         numbers = {} if self.checkpointing is None else {"to_host_gib": self.checkpointing.end_step().bytes_to_host / GIB}
-        if not self.plan.sent_layers and self.handle.config.attention_output == "device":
+        if not self.plan.sent_layers and not host_layers(self.handle.config, self.plan.layers):
             return {}
         return numbers | {"host_gib": host.pool().held_bytes / GIB, "host_pinned_gib": host.pool().pinned_bytes / GIB}
 
@@ -370,6 +447,8 @@ def apply_stack(
     """
     if plan.tiling is not None and plan.tiling.loss_implementation == "liger" and not torch.cuda.is_available():
         raise ConfigError("memory.loss_implementation=liger needs a GPU; use tiled")
+    if config.attention_output == "host" and config.attention_output_layers == "auto":
+        config = dataclasses.replace(config, attention_output_layers=plan.attention_layers)
     done: list[Any] = []
     try:
         tiling = None if plan.tiling is None else apply_tiling(model, plan.tiling)

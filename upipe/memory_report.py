@@ -53,6 +53,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from upipe import host, workspace
+from upipe.block import Reusable
 from upipe.offload import Checkpointing, decoder_layers
 from upipe.preflight import PreflightError, numel
 
@@ -401,7 +402,7 @@ def phases(
     def with_recompute(contexts):
         def made():
             first, again = contexts()
-            return first, _spanned(again, span("recompute"))
+            return first, Reusable(lambda: _spanned(again, span("recompute")))
 
         return made
 

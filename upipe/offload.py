@@ -11,6 +11,11 @@ Where a saved input lives:
     pageable  in ordinary host memory; a thread moves it chunk by chunk through a small page-locked ring, also on a stream
               of its own. For lengths at which the host has memory, but not that much that may be page-locked
 
+Beyond what the host holds, one stored input can serve a pair of layers: of the second layer's input nothing is kept. Its
+backward runs the first layer's forward again for it, then its own forward and backward; then comes the first layer's. So a
+pair costs one more forward of its first layer, without attention where the attention output is on the host, and another
+fetch; the first's stored input is not on the device meanwhile, if it was sent.
+
 Slabs are made once and reused every step (`upipe.host`). On CPU the same copies are made, so that tests mean something.
 
 B batch, L local tokens, D hidden; u = B x L x D x bytes of the dtype, one saved input.
@@ -22,7 +27,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,12 +38,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
+from upipe.block import peeking
 from upipe.host import HostStore, Parked
 from upipe.preflight import PreflightError
 
 logger = logging.getLogger(__name__)
 
 Contexts = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
+"""Around the first forward of a call, and around its recompute; in pairs the second is entered twice."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ class CheckpointConfig:
 
     Args:
         offload: where saved inputs live, see the module.
-        keep_layers_on_gpu: inputs of the last n layers stay on the device. "auto": 1, as the last is needed back at once.
+        keep_layers_on_gpu: of the inputs that are stored, the last n stay on the device. "auto": 1, as the last is needed back at
+            once; 0 where the last serves a pair, as there it would be beside the second layer's.
+        pairs: of so many pairs of layers, from the first layer on, only the first one's input is stored, see the module.
         pinned_fallback: where page-locked memory runs out, say so and go on pageable, instead of raising.
         prefetch: fetch the next input while a layer's backward runs, for one more u on the device. False: fetch it when it is
             needed, which at 55 GB/s costs 20 ms a GiB and layer.
@@ -62,6 +71,7 @@ class CheckpointConfig:
     preserve_rng: bool | Literal["auto"] = "auto"
     staging_mib: int = 64
     staging_chunks: int = 3
+    pairs: int = 0
 
     def __post_init__(self):
         for name, allowed in (("offload", ("none", "pinned", "pageable")), ("preserve_rng", (True, False, "auto"))):
@@ -69,14 +79,33 @@ class CheckpointConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}")
         if self.keep_layers_on_gpu != "auto" and self.keep_layers_on_gpu < 0:
             raise ValueError(f"keep_layers_on_gpu={self.keep_layers_on_gpu}: must be 0 or more, or auto")
+        if isinstance(self.pairs, bool) or not isinstance(self.pairs, int) or self.pairs < 0:
+            raise ValueError(f"pairs={self.pairs!r}: must be a number of pairs of layers, 0 or more")
         if self.staging_mib < 1 or self.staging_chunks < 2:
             raise ValueError(f"staging_mib={self.staging_mib}, staging_chunks={self.staging_chunks}: at least 1 MiB and 2 chunks")
 
+    def stored(self, layers: int) -> list[int]:
+        """The layers of `layers` whose input is stored. Raises ValueError for more pairs than there are."""
+        check_pairs(self.pairs, layers)
+        return [*range(0, 2 * self.pairs, 2), *range(2 * self.pairs, layers)]
+
     def kept(self, layers: int) -> int:
-        """How many of the last of `layers` layers keep their input on the device."""
+        """How many of the stored inputs, the last ones, stay on the device."""
+        stored = len(self.stored(layers))
         if self.offload == "none":
-            return layers
-        return min(layers, 1 if self.keep_layers_on_gpu == "auto" else self.keep_layers_on_gpu)
+            return stored
+        auto = 0 if 2 * self.pairs == layers else 1
+        return min(stored, auto if self.keep_layers_on_gpu == "auto" else self.keep_layers_on_gpu)
+
+    def sent(self, layers: int) -> int:
+        """How many inputs go to the host."""
+        return len(self.stored(layers)) - self.kept(layers)
+
+
+def check_pairs(pairs: int, layers: int) -> None:
+    """Raises ValueError for more pairs than there are."""
+    if 2 * pairs > layers:
+        raise ValueError(f"pairs={pairs} of {layers} layers: at most {layers // 2}")
 
 
 class OffloadError(RuntimeError):
@@ -89,8 +118,9 @@ class StepReport:
 
     Args:
         offload: where inputs were sent at the end of the step: "pageable" after a fallback.
-        layer_calls: checkpointed layer calls; kept_calls: those whose input stayed on the device.
-        bytes_to_host, bytes_to_device: moved. Equal where every call had its backward.
+        layer_calls: checkpointed layer calls; kept_calls: those whose input stayed on the device; paired_calls: those whose input
+            was not kept, but made again from the layer before.
+        bytes_to_host, bytes_to_device: moved. Equal where every call had its backward, but what serves a pair comes back twice.
         host_bytes: held on the host now, slabs and staging; pinned_bytes: the page-locked part of them.
         waiting: sent inputs whose backward has not come yet.
         gradients_shared: incoming gradients that something else held too, so that the layer's backward could not free them
@@ -100,6 +130,7 @@ class StepReport:
     offload: str
     layer_calls: int
     kept_calls: int
+    paired_calls: int
     bytes_to_host: int
     bytes_to_device: int
     host_bytes: int
@@ -117,6 +148,9 @@ class _Call:
         self.first, self.again = handle.contexts()
         self.saved: Parked | None = None
         self.serial = -1
+        # Of the first of a pair, where its input stays on the device: that, and its version. Of the second: the first.
+        self.kept: tuple[torch.Tensor, int] | None = None
+        self.pair: _Call | None = None
         self.overwritable = False
         self.rng = None
         if handle.config.preserve_rng is True or (handle.config.preserve_rng == "auto" and _draws(layer)):
@@ -135,6 +169,29 @@ class _Call:
             return self.plain(self.layer, hidden, *self.args, **self.kwargs)
 
     def run_again(self, hidden: torch.Tensor):
+        with self._as_before():
+            with torch.enable_grad(), self.again:
+                return self.plain(self.layer, hidden, *self.args, **self.kwargs)
+
+    def output_again(self) -> torch.Tensor:
+        """Its first output, without a graph: the input of the pair's second layer. What its own backward needs stays."""
+        store = self.handle._store
+        if self.kept is not None:
+            x, version = self.kept
+            if x._version != version:
+                raise OffloadError(f"the input of a {type(self.layer).__name__}, which serves a pair of layers, was changed in place")
+        elif self.saved is not None and store.holds(self.saved):
+            x = store.receive(self.saved, last=False)
+        else:
+            raise RuntimeError(_GONE)
+        # By its __call__: hooks of ZeRO-3 and FSDP2 gather its parameters, which the second layer's backward does not.
+        with self._as_before(), torch.no_grad(), peeking(), self.again:
+            outputs = self.layer(x.detach(), *self.args, **self.kwargs)
+        return _first(outputs)
+
+    @contextmanager
+    def _as_before(self):
+        """Random state and autocast of the first forward."""
         with ExitStack() as stack:
             if self.rng is not None:
                 stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
@@ -142,9 +199,7 @@ class _Call:
                 if self.rng[1] is not None:
                     torch.cuda.set_rng_state(self.rng[1], self.device)
             stack.enter_context(self.autocast)
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(self.again)
-            return self.plain(self.layer, hidden, *self.args, **self.kwargs)
+            yield
 
 
 class _Checkpointed(torch.autograd.Function):
@@ -154,7 +209,7 @@ class _Checkpointed(torch.autograd.Function):
     def forward(ctx, call: _Call, hidden: torch.Tensor, switch: torch.Tensor):
         ctx.set_materialize_grads(False)
         ctx.call = call
-        if call.saved is None:
+        if call.saved is None and call.pair is None:
             ctx.save_for_backward(hidden)
         return call.run(hidden)
 
@@ -167,11 +222,15 @@ class _Checkpointed(torch.autograd.Function):
                 "checkpointed layers take no torch.autograd.grad and no backward(inputs=...): call loss.backward()"
             )
         if call is None:
-            raise RuntimeError("a second backward through a checkpointed layer: its input is gone; run the forward again")
+            raise RuntimeError(_GONE)
         ctx.call = None  # a loss that is kept alive must not keep masks and angles alive
         shared = _shared(gradients)
         handle = call.handle
-        x = ctx.saved_tensors[0] if call.saved is None else handle._store.receive(call.saved)
+        if call.pair is not None:
+            x = call.pair.output_again()
+        else:
+            x = ctx.saved_tensors[0] if call.saved is None else handle._store.receive(call.saved)
+            call.kept = None
         if handle._store is not None and handle.config.prefetch:
             handle._store.prefetch(call.serial)
         # Always differentiated by its input: ZeRO-3 releases a module's parameters when its input's gradient comes.
@@ -193,6 +252,13 @@ class _Checkpointed(torch.autograd.Function):
         del outputs, wanted, gradients, box
         _backward(root, x.device)
         return None, x.grad if ctx.needs_input_grad[1] else None, None
+
+
+_GONE = "a second backward through a checkpointed layer: its input is gone; run the forward again"
+
+
+def _first(outputs) -> torch.Tensor:
+    return outputs if isinstance(outputs, torch.Tensor) else outputs[0]
 
 
 class _Root(torch.autograd.Function):
@@ -296,10 +362,13 @@ class Checkpointing:
     def __init__(self, layers: list[nn.Module], config: CheckpointConfig, contexts: Contexts):
         self.config, self.contexts, self.closed = config, contexts, False
         self._layers = layers
-        self._sent_below = len(layers) - config.kept(len(layers))
+        n = len(layers)
+        self._sent_below = [*config.stored(n), n][config.sent(n)]
+        # The first call of a pair whose second has not come, what it returned, and the version of that.
+        self._open: tuple[_Call, torch.Tensor, int] | None = None
         self._store: HostStore | None = None
         self._current: _Call | None = None
-        self._counts = dict.fromkeys(("layer_calls", "kept_calls", "gradients_shared"), 0)
+        self._counts = dict.fromkeys(("layer_calls", "kept_calls", "paired_calls", "gradients_shared"), 0)
         self._last: StepReport | None = None
 
     def __deepcopy__(self, memo):
@@ -325,7 +394,7 @@ class Checkpointing:
         Raises:
             OffloadError: layers were to be sent, and nothing was.
         """
-        store, counts = self._store, self._counts
+        store, counts, self._open = self._store, self._counts, None
         held, pinned = (0, 0) if store is None else store.held()
         report = StepReport(
             offload=self.config.offload if store is None else store.mode,
@@ -342,16 +411,19 @@ class Checkpointing:
         self._last = report
         if self._sent_below > 0 and report.bytes_to_host == 0:
             raise OffloadError(
-                f"offload={self.config.offload} moved nothing in this step: {self._sent_below} of {len(self._layers)} layers "
-                f"were to be sent, {report.layer_calls} layer calls were checkpointed. Run the forward pass of the checkpointed "
-                f"model in train mode with gradients enabled, or set keep_layers_on_gpu={len(self._layers)} or offload: none"
+                f"offload={self.config.offload} moved nothing in this step: {self.config.sent(len(self._layers))} of "
+                f"{len(self._layers)} layers were to be sent, {report.layer_calls} layer calls were checkpointed. Run the forward pass "
+                f"of the checkpointed model in train mode with gradients enabled, or set keep_layers_on_gpu={len(self._layers)} or "
+                "offload: none"
             )
         return report
 
     def report(self) -> str:
         """What is saved where, and the last step's numbers, as text. GiB = 2**30 bytes."""
-        n, sent = len(self._layers), self._sent_below
-        lines = [f"checkpointing, offload {self.config.offload}: {n - sent} layer inputs on the device, {sent} on the host"]
+        n, pairs = len(self._layers), self.config.pairs
+        kept, sent = (self.config.kept(n), self.config.sent(n)) if n else (0, 0)
+        lines = [f"checkpointing, offload {self.config.offload}: {kept} layer inputs on the device, {sent} on the host"]
+        lines += [f"{pairs} pairs of layers: one stored input for both"] * (pairs > 0)
         last = self._last
         if last is not None:
             lines.append(
@@ -395,7 +467,12 @@ class Checkpointing:
             return plain(layer, hidden, *args, **kwargs)
         call = _Call(self, layer, plain, hidden.device, args, kwargs)
         self._count("layer_calls")
-        if layer._checkpoint_index < self._sent_below:
+        index, pairs, before, self._open = layer._checkpoint_index, self.config.pairs, self._open, None
+        if index < 2 * pairs and index % 2:
+            call.pair = _pair_of(before, index, self._layers, hidden)
+            self._count("paired_calls")
+            call.serial = -1 if self._store is None else self._store.next_serial()
+        elif index < self._sent_below:
             if self._store is None:
                 config = self.config
                 self._store = HostStore(
@@ -407,6 +484,8 @@ class Checkpointing:
         else:
             self._count("kept_calls")
             call.serial = -1 if self._store is None else self._store.next_serial()
+            if index < 2 * pairs:
+                call.kept = hidden.detach(), hidden._version
         version, outer, self._current = hidden._version, self._current, call
         try:
             out = _Checkpointed.apply(call, hidden, torch.empty(0, requires_grad=True))
@@ -419,7 +498,25 @@ class Checkpointing:
                 f"{type(layer).__name__} changed its input in place while it was being copied to the host: "
                 "call input_overwritable() first, and change it only where that returns True"
             )
+        if index < 2 * pairs and call.pair is None:
+            made = _first(out)
+            self._open = call, made.detach(), made._version
         return out
+
+
+def _pair_of(before: tuple[_Call, torch.Tensor, int] | None, index: int, layers: list[nn.Module], hidden: torch.Tensor) -> _Call:
+    """The call of the layer before, whose output `hidden` must be."""
+    first, made, version = before or (None, None, 0)
+    if first is None or first.layer is not layers[index - 1] or hidden._version != version or not _same_memory(made, hidden):
+        raise OffloadError(
+            f"{type(layers[index]).__name__} {index} is not given what layer {index - 1} returned, as it is: one stored input serves "
+            "two layers only where they follow each other with nothing between, and both are trained. Use fewer pairs, or none"
+        )
+    return first
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype) == (b.data_ptr(), b.shape, b.stride(), b.dtype)
 
 
 def _split(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[torch.Tensor, tuple, dict]:
@@ -480,6 +577,10 @@ def apply_checkpointing(
     """
     config = CheckpointConfig() if config is None else config
     layers = decoder_layers(model) if layers is None else list(layers)
+    try:
+        check_pairs(config.pairs, len(layers))
+    except ValueError as error:
+        raise PreflightError(str(error)) from None
     for i, layer in enumerate(layers):
         if hasattr(layer, "_checkpointing"):
             raise PreflightError(f"checkpointing is on layer {i} already: call remove() on its handle first")

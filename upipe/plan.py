@@ -12,7 +12,7 @@ Memory of a rank's GPU, by phase of a step (first forwards, loss, backward of a 
     margin      MARGIN_SHARE of all that, and MARGIN_GIB: fragments, cuBLAS, small tensors; assumed
 
 against what the allocator can have (`usable_gib`: CUDA context and NCCL are off it). Host memory of a node: sent inputs in exactly
-sized slabs, attention outputs, an optimizer there, and SYSTEM_GIB + PROCESS_GIB a process; assumed.
+sized slabs, attention outputs, an optimizer there, and what `memory.system_bytes` leaves to the system; that is assumed.
 
 Time: executed FLOPs over rates, bytes over links, what overlap hides taken off (`plan_rates.json`, with the source of each
 number; H200 measured, other GPUs scaled from data sheets). Not modelled: loading, evaluation, checkpoints, stragglers.
@@ -26,6 +26,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import re
 import tempfile
 from dataclasses import dataclass
@@ -36,9 +37,10 @@ from typing import Any
 import yaml
 
 from upipe import preflight, simulate, stage_width
+from upipe.apply import host_layers
 from upipe.build import ModelConfig, hf_config, model_sizes
 from upipe.config import ConfigError, load, to_mapping
-from upipe.memory import make_plan
+from upipe.memory import make_plan, system_bytes
 from upipe.optimize import deepspeed_config
 from upipe.presets import preset_shapes
 from upipe.records import format_tokens
@@ -47,7 +49,6 @@ from upipe.trainer import RunConfig
 
 GIB = 2**30
 MARGIN_SHARE, MARGIN_GIB = 0.02, 0.5
-SYSTEM_GIB, PROCESS_GIB = 20.0, 5.0
 GRAIN = 32768
 """Lengths that `max_tokens` tries are multiples of this."""
 LONGEST = 2**24
@@ -61,15 +62,15 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "fused layers, attention output on the host": ("memory.preset=fastest", "memory.fused_layers=true", "memory.offload=pinned"),
     "fused layers": ("memory.preset=fastest", "memory.fused_layers=true", "memory.offload=pinned", "upipe.attention_output=device"),
     "fused layers, no overlap": (
-        "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output=device", "memory.prefetch=false",
+        "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output_layers=auto", "memory.prefetch=false",
     ),
     "fused layers, inputs kept where they fit": ("memory.preset=fastest", "memory.fused_layers=true"),
     "fused layers, optimizer on the host": (
-        "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output=device", "memory.optimizer=cpu",
+        "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output_layers=auto", "memory.optimizer=cpu",
     ),
     "modules": ("memory.preset=fastest",),
 }  # fmt: skip
-"""What `fit` tries, by name."""
+"""What `fit` tries, by name; each also with one stored input for two layers (`with_pairs`)."""
 LEAST = CANDIDATES["fused layers, no overlap"]
 """The least device memory of these without an optimizer on the host."""
 
@@ -186,16 +187,22 @@ def described(run: RunConfig) -> tuple[Any, Any, str]:
     return _described(json.dumps(values))
 
 
-def case_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> Case:
-    """What is to be simulated for a run. width: U; None for P."""
+def cases_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> dict[str, Case]:
+    """What is to be simulated for a run: of layers by where their attention output is. width: U; None for P."""
     memory, upipe = run.memory, run.upipe
     checkpointing = "own" if memory.offload != "none" else {"none": "none"}.get(run.model.checkpointing, "model")
     ranks = upipe.ulysses_degree
-    return Case(
+    host = Case(
         shape, ranks, kernel, None if width == ranks else width, upipe.attention_output, upipe.overlap, upipe.dx,
         memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens, memory.fp32_grads, memory.reuse_grad, memory.fused_layers,
         checkpointing, run.train.micro_batch_size, run.train.dtype, upipe.ring_degree,
     )  # fmt: skip
+    if memory.fused_layers:
+        # The same to the byte: what is fetched goes where it would be made again, by fewer buffers.
+        return dict.fromkeys(("host", "device"), dataclasses.replace(host, attention_output="device"))
+    if upipe.attention_output == "device" or upipe.attention_output_layers is None:
+        return {upipe.attention_output: host}
+    return {output: dataclasses.replace(host, attention_output=output) for output in ("host", "device")}
 
 
 def kernel_of(run: RunConfig, machine: Machine, head_dim: int) -> str:
@@ -225,6 +232,7 @@ class Prediction:
 
     device: components in GiB of the phase that binds. phases: GiB of each phase, margin included. host: components in GiB of
     a node. limit: "device" or "host", the one that runs out (first, as the sequence grows). time: seconds by what takes them.
+    sent_layers, attention_layers: inputs and attention outputs on the host. pairs: of layers with one stored input.
     """
 
     run: RunConfig
@@ -237,6 +245,8 @@ class Prediction:
     time: dict[str, float]
     layers: int
     sent_layers: int
+    attention_layers: int
+    pairs: int
     kept: bool
 
     @property
@@ -261,16 +271,21 @@ class Prediction:
         return {"device": self.machine.gpu.usable_gib - self.device_gib, "host": self.machine.host_gib - self.host_gib}
 
     @property
+    def room(self) -> dict[str, float]:
+        """The same for something else: attention outputs of as many layers as there is room for give way."""
+        give_way = self.host["attention outputs"] * (self.run.upipe.attention_output_layers == "auto")
+        return self.headroom | {"host": self.headroom["host"] + give_way}
+
+    @property
     def fits(self) -> bool:
         return min(self.headroom.values()) >= 0
 
     @property
     def limit(self) -> str:
-        growing = {"device": self.device, "host": self.host}
+        left, parts = self.room, {"device": self.device, "host": dict(self.host)}
+        parts["host"]["attention outputs"] -= left["host"] - self.headroom["host"]
         # How much longer the sequence could be, by the part that grows with it.
-        longer = {
-            memory: left / max(1e-9, sum(growing[memory].get(name, 0.0) for name in GROWING)) for memory, left in self.headroom.items()
-        }
+        longer = {memory: left[memory] / max(1e-9, sum(parts[memory].get(name, 0.0) for name in GROWING)) for memory in left}
         return min(longer, key=longer.get)
 
     @property
@@ -283,12 +298,15 @@ class Prediction:
         """The setting to change for the limit that binds, one line."""
         memory, upipe = self.run.memory, self.run.upipe
         if self.limit == "host":
+            spare, lacking = self.layers // 2 - self.pairs, math.ceil(-self.headroom["host"] / self.input_gib)
+            more = self.pairs + (lacking if 0 < lacking <= spare else spare)
             steps = [
-                ("upipe.attention_output=device", upipe.attention_output == "host" and self.run.upipe.dx == "gemm"),
+                ("upipe.attention_output_layers=auto", self.attention_layers and upipe.attention_output_layers != "auto"),
+                (f"memory.store_every=2 memory.pairs={more}", spare > 0 and memory.offload in ("pinned", "pageable")),
                 ("memory.optimizer=device", self.headroom["device"] > 0.8 * self.host["optimizer"] / self.machine.per_node > 0),
                 ("memory.keep_layers_on_gpu=2 or more", self.headroom["device"] > 2 * self.device.get("saved inputs", 0.0) + 8),
             ]
-            rest = "more host memory or more nodes with a larger upipe.sp_size: every layer's input is stored once"
+            rest = "more host memory or more nodes with a larger upipe.sp_size"
         else:
             steps = [
                 ("memory.loss_tokens=2K", memory.loss_tokens is None),
@@ -298,10 +316,15 @@ class Prediction:
                 ("upipe.overlap=false", upipe.overlap),
                 ("memory.prefetch=false", memory.prefetch and memory.offload != "none"),
                 ("a larger upipe.sp_size", upipe.sp_size < self.machine.world),
-                ("memory.optimizer=cpu", memory.optimizer == "device" and self.headroom["host"] > 16 * 8),
+                ("memory.optimizer=cpu", memory.optimizer == "device" and self.room["host"] > 16 * 8),
             ]
             rest = "more GPUs with a larger upipe.sp_size"
         return next((text for text, helps in steps if helps), rest)
+
+    @property
+    def input_gib(self) -> float:
+        """Of a layer's input on a node."""
+        return max(1e-9, self.host["layer inputs"] / max(1, self.sent_layers))
 
     def to_json(self, max_tokens: int | None = None) -> dict[str, Any]:
         """What `upipe plan --json` prints; numbers in GiB, seconds, tokens/s/GPU."""
@@ -313,6 +336,7 @@ class Prediction:
             "host": {"gib": self.host_gib, "usable_gib": self.machine.host_gib, "headroom_gib": self.headroom["host"],
                      "components": self.host},
             "time_s": self.time_s, "time": self.time, "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu, "kernel": self.kernel,
+            "layer_inputs_on_host": self.sent_layers, "attention_outputs_on_host": self.attention_layers, "pairs": self.pairs,
             "gpu": gpu.name, "gpus": self.machine.world, "sp_size": self.run.upipe.sp_size,
             "ring_degree": self.run.upipe.ring_degree, "provenance": self.provenance(),
         }  # fmt: skip
@@ -342,6 +366,8 @@ class Prediction:
             *(f"  {value:8.2f} {name}" for name, value in self.device.items() if value > 0.005),
             f"host    {self.host_gib:8.2f} GiB of {self.machine.host_gib:g} a node, {left['host']:+.2f} left",
             *(f"  {value:8.2f} {name}" for name, value in self.host.items() if value > 0.005),
+            f"        of {self.layers} layers {self.sent_layers} inputs and {self.attention_layers} attention outputs"
+            + (f"; {self.pairs} pairs of layers with one stored input" if self.pairs else ""),
             f"step    {self.time_s:8.2f} s, {self.tokens_per_s_per_gpu:.4g} tokens/s/GPU",
             *(f"  {value:8.2f} {name}" for name, value in self.time.items() if value > 0.005),
             f"{'fits' if self.fits else 'does not fit'}; {self.limit} memory "
@@ -379,13 +405,15 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
         schedule = preflight.check_schedule(text.num_attention_heads, text.num_key_value_heads, ulysses, width)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    case = case_of(run, shape, kernel, width)
     plan = make_plan(
-        run, tokens, sizes, world=world, local_ranks=machine.per_node, device_bytes=int(machine.gpu.memory_gib * GIB), host_bytes=2**60
-    )
-    peaks = peaks_of(case) if kept else simulate.simulate(case)
+        run, tokens, sizes, world=world, local_ranks=machine.per_node, device_bytes=int(machine.gpu.memory_gib * GIB),
+        host_bytes=int(machine.host_gib * GIB), refuse=False,
+    )  # fmt: skip
+    outputs = {"host": plan.attention_layers, "device": sizes.layers - plan.attention_layers}
+    cases = list({case: None for output, case in cases_of(run, shape, kernel, width).items() if outputs[output]})
+    peaks = simulate.highest([peaks_of(case) if kept else simulate.simulate(case) for case in cases])
     local = -(-tokens // sp)
-    phases = _device(run, machine, plan, sizes, case, peaks, local)
+    phases = _device(run, machine, plan, sizes, cases[0], peaks, local)
     totals = {phase: sum(parts.values()) / GIB for phase, parts in phases.items()}
     phase = max(totals, key=totals.get)
     host = _host(run, machine, plan, sizes)
@@ -393,7 +421,7 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
     return Prediction(
         run, machine, kernel, phase, totals, {name: value / GIB for name, value in phases[phase].items()},
         {name: value / GIB for name, value in host.items()}, spent, sizes.layers, plan.sent_layers,
-        kept and simulate.cached(case) is not None,
+        plan.attention_layers, plan.pairs, kept and all(simulate.cached(case) is not None for case in cases),
     )  # fmt: skip
 
 
@@ -423,17 +451,21 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
     if run.train.zero_stage == 3:
         gathered = itemsize * (max(zero["stage3_max_live_parameters"], sizes.layer_parameters) + zero["stage3_prefetch_bucket_size"])
         head = itemsize * sizes.vocab_size * sizes.hidden_size
-    kept = layers - plan.sent_layers
+    kept = plan.kept_layers
     # Without checkpointing a layer keeps more than its input.
     each = u + peaks.at("saved", local)
     others = max(0, kept - 1) * each
-    fetched = u if plan.checkpointing is not None and plan.checkpointing.prefetch and plan.sent_layers > (kept == 0) else 0
+    fetched = u if plan.checkpointing is not None and plan.checkpointing.prefetch and plan.sent_layers + plan.pairs > (kept == 0) else 0
+    # For the second layer of a pair the first is run again, beside the incoming gradient. In a last pair, where its input is kept,
+    # the second's is beside it.
+    backward = max(peaks.at("backward", local), (peaks.at("forward", local) + u) * (plan.pairs > 0))
+    inner = u if kept and 2 * plan.pairs == layers else 0
     phases = {
         "first forward": {"work of a layer": peaks.at("forward", local) - u, "gathered": gathered, "saved inputs": others + u},
         # The simulated layer's input is in what was counted, also where it is on the host by now.
         "loss": {"work of the loss": peaks.at("loss", local) - u, "gathered": max(gathered, head), "saved inputs": others + u * (kept > 0)},
         "backward": {
-            "work of a layer": peaks.at("backward", local) - u, "gathered": gathered, "saved inputs": others + u,
+            "work of a layer": backward - u, "gathered": gathered, "saved inputs": others + u + inner,
             "prefetched input": fetched,
         },
         "optimizer step": {"fp32 gradients": 4 * min(SUB_GROUP, sizes.parameters // machine.world)},
@@ -454,7 +486,7 @@ def _host(run, machine: Machine, plan, sizes) -> dict[str, float]:
     optimizer = 16 * sizes.parameters // machine.world if run.memory.optimizer == "cpu" else 0
     return {
         "layer inputs": ranks * plan.sent_layers * plan.input_bytes, "attention outputs": ranks * plan.attention_bytes,
-        "optimizer": ranks * optimizer, "staging": ranks * staging, "system, processes": (SYSTEM_GIB + PROCESS_GIB * ranks) * GIB,
+        "optimizer": ranks * optimizer, "staging": ranks * staging, "system, processes": system_bytes(int(machine.host_gib * GIB), ranks),
     }  # fmt: skip
 
 
@@ -464,33 +496,38 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     sp, S, layers, itemsize = upipe.sp_size, run.data.tokens, sizes.layers, 2 if train.dtype == "bf16" else 4
     rows = train.micro_batch_size * -(-S // sp)
     checkpointed = run.model.checkpointing != "none" or memory.offload != "none"
-    twice = checkpointed and upipe.attention_output == "device"
+    # How often a layer's attention runs forward: again where its output is not kept, and once more for the second of a pair.
+    on_host = host_layers(dataclasses.replace(upipe, attention_output_layers=plan.attention_layers), layers)
+    firsts = range(0, 2 * plan.pairs, 2)
+    runs = [1 if i in on_host else 1 + checkpointed + (i in firsts) for i in range(layers)]
     # Attention of all layers; ranks wait for the one with most heads.
     ring, ulysses = upipe.ring_degree, upipe.ulysses_degree
     heads = -(-schedule.heads // ulysses)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
     window = getattr(text, "sliding_window", None)
-    pairs = sum(S * min(S / 2, window) if window and kind == "sliding_attention" else S * S / 2 for kind in kinds[:layers])
-    flops = 4 * pairs * head_dim * heads * train.micro_batch_size / ring
+    scores = [S * min(S / 2, window) if window and kind == "sliding_attention" else S * S / 2 for kind in kinds[:layers]]
+    each = 4 * head_dim * heads * train.micro_batch_size / ring
     # A ring's calls are of a ring rank's tokens.
-    forward = flops * (1 + twice) / _tflops(kernel, "forward", S // ring, machine) / 1e12
-    backward = 2.5 * flops / _tflops(kernel, "backward", S // ring, machine) / 1e12
+    forward_s = each / _tflops(kernel, "forward", S // ring, machine) / 1e12
+    forward = forward_s * sum(n * score for n, score in zip(runs, scores))
+    backward = 2.5 * each * sum(scores) / _tflops(kernel, "backward", S // ring, machine) / 1e12
     # Products, in forward-equivalents: q, k and v again in backward, gate and up again where the MLP is tiled.
     D, H, K, d = sizes.hidden_size, schedule.heads, schedule.kv_heads, head_dim
     qkv, projections = D * d * (H + 2 * K), D * d * (2 * H + 2 * K)
     mlp = sizes.layer_parameters - projections
     tiled = memory.mlp_tokens is not None or memory.fused_layers
     mlp_again = checkpointed and not memory.fused_layers
-    products = layers * (projections * (3 + twice) + qkv + mlp * (3 + mlp_again + 2 / 3 * tiled)) + 3 * sizes.vocab_size * D
+    products = layers * (qkv + mlp * (3 + mlp_again + 2 / 3 * tiled)) + 3 * sizes.vocab_size * D
+    products += projections * sum(2 + n for n in runs) + sum(mlp + D * d * H * (i in on_host) for i in firsts)
     ratio = gpu.tflops / gpus()["H200-141GB"].tflops
     gemm = 2 * rows * products / (table["gemm"] * ratio * 1e12)
     # Passes of elementwise work over a hidden state, and over the MLP's and the logits' width; a rough count.
     wide = getattr(text, "intermediate_size", 4 * D)
-    passes = layers * (40 * D + 14 * wide) * itemsize + 10 * 4 * sizes.vocab_size
+    passes = (layers + plan.pairs / 4) * (40 * D + 14 * wide) * itemsize + 10 * 4 * sizes.vocab_size
     elementwise = rows * passes / (gpu.hbm_gb_s * 0.8e9)
     # Exchanges: q, k, v and o forward; q, k, v, o, dO, then dq, dk, dv backward.
     width = d * itemsize * rows * (ulysses - 1) / ulysses
-    sent = layers * width * ((2 * H + 2 * K) * (1 + twice) + 4 * H + 4 * K)
+    sent = width * ((2 * H + 2 * K) * sum(runs) + layers * (4 * H + 4 * K))
     within = min(ulysses, machine.per_node)
     outside = 0.0 if ulysses <= machine.per_node else (ulysses - within) / (ulysses - 1)
     exchange = sent * ((1 - outside) / gpu.link_gb_s + outside / gpu.network_gb_s) / 1e9
@@ -498,13 +535,15 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     if ulysses == 1:
         exchange = 0.0
     ring_forward, ring_backward, ring_first = _ring(run, machine, schedule, rows * d * itemsize, layers)
-    across = max(0.0, ring_forward * (1 + twice) - forward) + max(ring_first, ring_backward - backward)
+    across = max(0.0, ring_forward * sum(runs) / layers - forward) + max(ring_first, ring_backward - backward)
     # ZeRO: parameters gathered for forward and backward, gradients reduced.
     moved = (3 if train.zero_stage == 3 else 2 if train.zero_stage else 1) * itemsize * sizes.parameters
+    moved += itemsize * plan.pairs * sizes.layer_parameters * (train.zero_stage == 3)
     bandwidth = gpu.link_gb_s if machine.nodes == 1 else gpu.network_gb_s
     zero = 0.0 if machine.world == 1 else table["exposed_gather"] * moved / bandwidth / 1e9
     compute = forward + backward + gemm + elementwise
-    host = _copies(run, machine, plan, forward / (1 + twice) + gemm / 4, compute - forward / (1 + twice) - gemm / 4)
+    first = forward_s * sum(scores) + gemm / 4
+    host = _copies(run, machine, plan, len([i for i in firsts if i in on_host]), first, compute - first)
     micro = {
         "attention, forward": forward, "attention, backward": backward, "products": gemm, "elementwise": elementwise,
         "exchanges not hidden": exchange, "ring not hidden": across, "ZeRO not hidden": zero, "host copies not hidden": host,
@@ -533,8 +572,9 @@ def _copy_rate(machine: Machine, gb_s: float) -> float:
     return gb_s * 1e9 * (rates()["many_gpus_host_copy"] if machine.per_node > 2 and machine.gpu.pinned_gb_s > 25 else 1.0)
 
 
-def _copies(run, machine: Machine, plan, forward: float, backward: float) -> float:
-    """Seconds of a step's host copies that computation does not hide. forward, backward: seconds of computation of all layers."""
+def _copies(run, machine: Machine, plan, again: int, forward: float, backward: float) -> float:
+    """Seconds of a step's host copies that computation does not hide. again: attention outputs that come back twice, of pairs.
+    forward, backward: seconds of computation of all layers."""
     gpu, layers = machine.gpu, plan.layers
     pageable = plan.checkpointing is not None and plan.checkpointing.offload == "pageable"
     out = _copy_rate(machine, gpu.pageable_to_host_gb_s if pageable else gpu.pinned_gb_s)
@@ -542,12 +582,41 @@ def _copies(run, machine: Machine, plan, forward: float, backward: float) -> flo
     pinned = _copy_rate(machine, gpu.pinned_gb_s)
     sent, attention = plan.sent_layers * plan.input_bytes, plan.attention_bytes
     # The attention output that comes back is waited for: it is read first thing in a layer's backward.
-    exposed = max(0.0, sent / out + attention / pinned - forward) + 0.5 * attention / pinned
+    returned = attention * (1 + again / max(1, plan.attention_layers))
+    exposed = max(0.0, sent / out + attention / pinned - forward) + 0.5 * returned / pinned
     if sent:
-        each = plan.input_bytes / back
-        fetched = plan.sent_layers * max(0.0, each - backward / layers) if plan.checkpointing.prefetch else plan.sent_layers * each
-        exposed += fetched
+        each, fetches = plan.input_bytes / back, plan.sent_layers + min(plan.pairs, plan.sent_layers)
+        exposed += fetches * (max(0.0, each - backward / layers) if plan.checkpointing.prefetch else each)
     return exposed
+
+
+def with_pairs(found: Prediction) -> list[Prediction]:
+    """The prediction, and those with one stored input for two layers that may help: of the fewest pairs with which the host holds
+    the inputs, and of all layers, which leaves it room for more attention outputs."""
+    run, most = found.run, found.layers // 2
+    lacking = math.ceil(-found.headroom["host"] / found.input_gib)
+    if run.memory.store_every != 1 or run.memory.offload not in ("pinned", "pageable") or not most:
+        return [found]
+    some_made_again = run.upipe.attention_output_layers == "auto" and found.attention_layers < found.layers
+    counts = {lacking} if 0 < lacking < most else set()
+    if some_made_again or 0 < lacking <= most:
+        counts.add(most)
+    memories = [dataclasses.replace(run.memory, store_every=2, pairs=n) for n in sorted(counts)]
+    return [found, *(predict(dataclasses.replace(run, memory=memory), found.machine) for memory in memories)]
+
+
+def _left_open(own: tuple[str, ...], words) -> list[str]:
+    """Of a candidate's own settings those that the words given leave open."""
+    given = {word.partition("=")[0] for word in words}
+    if "upipe.attention_output=device" in words:
+        given.add("upipe.attention_output_layers")
+    return [word for word in own if word.partition("=")[0] not in given]
+
+
+def least(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction:
+    """With LEAST, as far as the words leave it open, and as many pairs of layers as leave the most."""
+    found = predict(request(model, tokens, machine.world, [*_left_open(LEAST, words), *words]), machine)
+    return max(with_pairs(found), key=lambda each: min(each.headroom.values()))
 
 
 def fit(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction | None:
@@ -575,7 +644,7 @@ def _candidates(model: str, tokens: int, machine: Machine, words):
     for sp in widths:
         fitted = []
         for name in names:
-            own = [word for word in CANDIDATES[name] if word.partition("=")[0] not in given]
+            own = _left_open(CANDIDATES[name], words)
             extra = [] if sp is None else [f"upipe.sp_size={sp}"]
             try:
                 prediction = predict(request(model, tokens, machine.world, [*own, *extra, *words]), machine)
@@ -583,9 +652,10 @@ def _candidates(model: str, tokens: int, machine: Machine, words):
                 if sp in (None, widths[-1]):
                     raise
                 break  # more ranks than this model's heads take
-            if prediction.fits:
+            found = with_pairs(prediction) if not given & {"memory.store_every", "memory.pairs"} else [prediction]
+            if any(each.fits for each in found):
                 fitted.append(name)
-            yield prediction
+            yield from found
         if not fitted and len(names) < len(CANDIDATES):
             return
         # What does not fit on some ranks does not fit on fewer.
@@ -619,7 +689,9 @@ def save_config(prediction: Prediction, path: str | Path) -> None:
     Raises ConfigError where it cannot be written, or is read as something else.
     """
     run = prediction.run
-    values = _plain(to_mapping(run))
+    written = to_mapping(run)
+    # In these sections a preset fills in what is left out.
+    values = _plain(written) | {name: written[name] for name in ("upipe", "memory")}
     head = (
         f"# Planned for {prediction.machine}: {prediction.device_gib:.1f} of {prediction.machine.gpu.usable_gib:g} GiB a GPU, "
         f"{prediction.host_gib:.0f} GiB a node, {prediction.time_s:.4g} s a step (predicted).\n# Put your own data under data.\n"
@@ -679,10 +751,9 @@ def command(arguments: SimpleNamespace) -> int:
     else:
         found = predict(request(model, arguments.tokens, machine.world, words), machine)
     if found is None:
-        # Nothing fits: say what is in the way with the settings of least memory.
-        given = {word.partition("=")[0] for word in words}
-        least = [word for word in LEAST if word.partition("=")[0] not in given] if arguments.fit else []
-        found = predict(request(model, arguments.tokens or GRAIN, machine.world, [*least, *words]), machine)
+        # Nothing fits: say what is in the way.
+        tokens = arguments.tokens or GRAIN
+        found = least(model, tokens, machine, words) if arguments.fit else predict(request(model, tokens, machine.world, words), machine)
     if arguments.save_config:
         save_config(found, arguments.save_config)
     if arguments.plot:

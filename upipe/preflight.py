@@ -83,12 +83,32 @@ def check_kernel(name: str, case: kernels.Case, ring_degree: int = 1) -> kernels
     return kernel
 
 
-def check_modes(config) -> None:
-    """The settings of `apply.UPipeConfig` that say how the block walks its stages."""
+def check_modes(config, layers: int) -> None:
+    """The settings of `apply.UPipeConfig` that say how the block walks its stages, for a model of so many layers."""
     for name, works in (("attention_output", ("device", "host")), ("dx", ("gemm", "bf16")), ("overlap", (True, False))):
         value = getattr(config, name)
         if value not in works:
             raise PreflightError(f"{name}={value!r}: use one of {works}")
+    check_attention_output_layers(config, layers)
+    if config.attention_output == "host" and config.attention_output_layers == "auto":
+        raise PreflightError(
+            'attention_output_layers="auto" is settled from the length and the host\'s memory by upipe train and '
+            f"upipe.memory.apply_stack: here give a number up to {layers}, or None for all"
+        )
+
+
+def check_attention_output_layers(config, layers: int) -> None:
+    """`apply.UPipeConfig.attention_output_layers` against the layers there are."""
+    count = config.attention_output_layers
+    if count is None or (count == "auto" and config.attention_output == "host"):
+        return
+    if config.attention_output == "device":
+        raise PreflightError(
+            f"attention_output_layers={count!r} with attention_output='device', which keeps none on the host: set attention_output "
+            "to host, or leave it out"
+        )
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= layers:
+        raise PreflightError(f"attention_output_layers={count!r} of {layers} layers: use a number up to {layers}, or auto")
 
 
 def check_dx(dx: str, name: str, architecture: models.Architecture) -> None:

@@ -127,6 +127,12 @@ class Peaks:
         return (values[-1] - values[-2]) / (self.lengths[-1] - self.lengths[-2])
 
 
+def highest(peaks: list[Peaks]) -> Peaks:
+    """The higher of each, at the same lengths: of layers that run in different ways."""
+    phases = {phase: tuple(map(max, zip(*(getattr(p, phase) for p in peaks)))) for phase in PHASES}
+    return Peaks(peaks[0].lengths, **phases, host=max(p.host for p in peaks))
+
+
 def shape_of(described: Any) -> str:
     """The part of a Hugging Face configuration that a layer and the loss depend on, as JSON."""
     values = {name: value for name, value in described.to_dict().items() if name not in _NOT_SHAPE and value is not None}
@@ -172,15 +178,20 @@ def _exchange(send, recv, send_sizes, recv_sizes, group, asynchronous=False):
 
 
 class _Host:
-    """Counts what attention outputs take on the host."""
+    """Counts what attention outputs take on the host, and keeps them out of the device's count."""
 
     def __init__(self) -> None:
         self.bytes = 0
+        self.live: LiveStorages | None = None
+        self.targets: list[torch.Tensor] = []   # alive, or another storage may be known by the name of one that is gone
 
     def send(self, source: torch.Tensor):
         with torch.utils._python_dispatch._disable_current_modes():
             target = torch.empty(source.shape, dtype=source.dtype, device="meta")
         self.bytes += target.numel() * target.itemsize
+        self.targets.append(target)
+        if self.live is not None:
+            self.live.know(target)
         return target, None
 
 
@@ -333,16 +344,16 @@ def _ring_rank_peaks(case: Case, tokens: int, ring_rank: int) -> dict[str, int]:
         for index in range(len(model.get_decoder().layers)):
             host.bytes = 0
             workspace._workspaces.clear()
-            for phase, value in (_layer_peaks(model, index, case, tokens) | {"host": host.bytes}).items():
+            for phase, value in (_layer_peaks(model, index, case, tokens, host) | {"host": host.bytes}).items():
                 found[phase] = max(found[phase], value)
     return found
 
 
-def _layer_peaks(model, index: int, case: Case, tokens: int) -> dict[str, int]:
+def _layer_peaks(model, index: int, case: Case, tokens: int, host: _Host) -> dict[str, int]:
     """Peaks of one layer and the loss after it."""
     config, decoder = model.config.get_text_config(), model.get_decoder()
     dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
-    live = LiveStorages()
+    live = host.live = LiveStorages()
     live.know(*model.parameters(), *model.buffers())
     for parameter in model.parameters():
         if not parameter._post_accumulate_grad_hooks:
@@ -429,12 +440,12 @@ KEPT = {"llama3-8b": (1, 2, 4, 8, 16), "qwen3-32b": (8, 16), "qwen3-32b-paper": 
 
 def kept_cases(model: str) -> list[Case]:
     """What plan_layers.json has of a model: what `upipe plan` asks for with each preset, and what `--fit` tries."""
-    from upipe.plan import CANDIDATES, case_of, request
+    from upipe.plan import CANDIDATES, cases_of, request
 
     shape = shape_of(hf_config(ModelConfig(preset=model)))
     settings = [*CANDIDATES.values(), *((f"memory.preset={name}",) for name in ("paper", "lowest_memory", "fastest"))]
     runs = [request(model, 2**20, ranks, words) for ranks in KEPT[model] for words in settings]
-    return list(dict.fromkeys(case_of(run, shape, "fa4", None) for run in runs))
+    return list(dict.fromkeys(case for run in runs for case in cases_of(run, shape, "fa4", None).values()))
 
 
 def main(arguments: list[str] | None = None) -> int:

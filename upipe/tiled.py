@@ -154,7 +154,8 @@ class _Spec(NamedTuple):
         """Where the gradient of x goes: the incoming one's memory, or new memory."""
         if self.reuse_grad and sole and grad.shape == x.shape and grad.dtype == x.dtype and grad.is_contiguous():
             self.counts.reused += 1
-            return grad
+            # A view would keep its base: who is given it next could not free the memory, and would count it as another's.
+            return torch.ops.aten._unsafe_view(grad, grad.shape) if grad._is_view() else grad
         self.counts.copied += 1
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
