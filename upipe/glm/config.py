@@ -3,7 +3,7 @@
 | preset | what it is | parameters |
 | --- | --- | --- |
 | glm-5.3-flash | GLM-5.3-Flash without its MTP layer and vision tower; 45 layers, 11 of them sparse attention | 313.3 B |
-| glm-mini | the same layer with 1,024 channels, 8 layers (6 KDA, 2 sparse) and a vocabulary of bytes, for one GPU | 0.26 B |
+| glm-mini | the same layer with 1,024 channels, 8 layers (6 KDA, 2 sparse) and a vocabulary of bytes, for one GPU | 0.24 B |
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextCo
 
 from upipe.loss import LOSS_TILE_TOKENS
 
-SCORE_BYTES = 1 << 31       # of per-head index scores, fp32, at a time
-GATHER_BYTES = 1 << 28      # of gathered latents, fp32, at a time
+SCORE_BYTES = 1 << 31  # of per-head index scores, fp32, at a time
+GATHER_BYTES = 1 << 28  # of gathered latents, fp32, at a time
 
 
 class GlmTextConfig(Glm5NextTextConfig):

@@ -89,7 +89,7 @@ class TokenSplit:
         if self.size == 1:
             return local
         parts = local.new_empty(self.size, *local.shape)
-        dist.all_gather_into_tensor(parts, local.contiguous(), group=self.group)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), local.contiguous(), group=self.group)
         whole = local.new_empty(local.shape[0], local.shape[1] * self.size, *local.shape[2:])
         for rank in range(self.size):
             begin = 0
@@ -104,7 +104,7 @@ class TokenSplit:
             return whole
         parts = torch.stack([TokenSplit(None, self.ring, self.ulysses, rank).take(whole) for rank in range(self.size)])
         local = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(local, parts, group=self.group)
+        dist.reduce_scatter_tensor(local, parts.flatten(0, 1), group=self.group)
         return local
 
 

@@ -28,7 +28,7 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 from upipe import zigzag
 from upipe.glm.context import Pools, TokenLayout, TokenSplit
 
-POOLING_TOKENS = 1 << 18    # keys that are pooled at a time
+POOLING_TOKENS = 1 << 18  # keys that are pooled at a time
 
 
 def pooled_keys(keys: torch.Tensor, gates: torch.Tensor, ape: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def best_pools(scores: torch.Tensor, low: torch.Tensor, high: torch.Tensor, widt
     columns = torch.arange(n, device=scores.device)
     seen = (columns >= low[:, None]) & (columns < high[:, None])
     none = torch.iinfo(torch.int64).min
-    bits = (scores + 0.0).view(torch.int32)     # -0.0 becomes 0.0
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = ((ordered.long() << 32) + (n - 1 - columns)).masked_fill_(~seen, none)
     top = keys.topk(min(width, n), dim=1).values
@@ -145,8 +145,7 @@ def shared_out(rows: int, width: int, group, work: Callable[[tuple[range, ...]],
 
 
 class PooledIndexer(Glm5NextTextIndexer):
-    """`Glm5NextTextIndexer` in chunks, with its own parameters under their own names. `settings` and `same_tokens` come with
-    the attention module that calls it."""
+    """`Glm5NextTextIndexer` in chunks of queries; its parameters, under its names."""
 
     @torch.no_grad()
     def forward(self, hidden_states: torch.Tensor, q_resid: torch.Tensor, layout: TokenLayout, score_bytes: int, same_tokens=None):

@@ -31,8 +31,8 @@ class DecoderLayer(plain.Glm5NextTextDecoderLayer):
 
     def forward(self, hidden_states: torch.Tensor, layout: TokenLayout, prev_topk_indices: torch.Tensor | None = None):
         """[B, L, M, D] -> [B, L, M, D], and the selection for a next layer that shares it, or None."""
-        residual, pools = hidden_states, None
-        post, comb, x = self.attn_hc(hidden_states)
+        streams, pools = hidden_states, None
+        post, comb, x = self.attn_hc(streams)
         x = self.input_layernorm(x)
         if self.block_type == "indexed_attention":
             x, _, pools = self.self_attn(x, layout=layout, prev_topk_indices=prev_topk_indices)
@@ -40,15 +40,18 @@ class DecoderLayer(plain.Glm5NextTextDecoderLayer):
             x = self.self_attn(x, layout=layout)
         else:
             x = self.self_attn(x)
-        residual = _mixed(post, comb, x, residual)
-        post, comb, x = self.ffn_hc(residual)
-        return _mixed(post, comb, self.mlp(self.post_attention_layernorm(x)), residual), pools
+        streams = self.attn_hc.expand(streams, x, post, comb)
+        post, comb, x = self.ffn_hc(streams)
+        return self.ffn_hc.expand(streams, self.mlp(self.post_attention_layernorm(x)), post, comb), pools
 
 
-def _mixed(post: torch.Tensor, comb: torch.Tensor, x: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
-    """The streams after a sublayer: stream j is post_j x + sum over i of comb_ij stream_i. x: [B, L, D], streams: [B, L, M, D]."""
-    post, comb = post.to(streams.dtype), comb.to(streams.dtype)
-    return post.unsqueeze(-1) * x.unsqueeze(-2) + torch.matmul(comb.transpose(-1, -2), streams)
+class HyperConnection(plain.Glm5NextTextHyperConnection):
+    """`Glm5NextTextHyperConnection`, with what `Glm5NextTextDecoderLayer` does with its results as a method."""
+
+    def expand(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+        """The streams after a sublayer that gave y [B, L, D]: stream j is post_j y + sum over i of comb_ij stream_i."""
+        post, comb = post.to(streams.dtype), comb.to(streams.dtype)
+        return post.unsqueeze(-1) * y.unsqueeze(-2) + torch.matmul(comb.transpose(-1, -2), streams)
 
 
 class Backbone(plain.Glm5NextTextModel):
@@ -99,13 +102,15 @@ def replacements() -> dict[type[nn.Module], type[nn.Module]]:
     """transformers' class -> the subclass of it that runs here.
 
     A replacement adds no parameter and has no __init__. Where it declares `runtime` it is given the model's `GlmRuntime`.
-    An attention replacement with `takes_layout = True` is called with `layout=`, the batch's `TokenLayout`.
+    Linear attention with `takes_layout = True` is called with `layout=`, the batch's `TokenLayout`; without, packed and sharded
+    rows are refused. A hyper-connection has `expand`. All others are called as transformers calls them.
     """
     return {
         plain.Glm5NextTextModel: Backbone,
         plain.Glm5NextTextDecoderLayer: DecoderLayer,
         plain.Glm5NextTextAttention: SparseAttention,
         plain.Glm5NextTextIndexer: PooledIndexer,
+        plain.Glm5NextTextHyperConnection: HyperConnection,
     }
 
 
@@ -136,9 +141,7 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
     config: GlmTextConfig
     base_model_prefix = "model"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _keys_to_ignore_on_load_unexpected = [
-        *(plain.Glm5NextPreTrainedModel._keys_to_ignore_on_load_unexpected or []), r"layers\.\d+\.(eh_proj|enorm|hnorm)\.", r"model\.visual\."
-    ]  # fmt: skip
+    _keys_to_ignore_on_load_unexpected = [*plain.Glm5NextPreTrainedModel._keys_to_ignore_on_load_unexpected, r"model\.visual\."]
 
     def __init__(self, config: GlmTextConfig, runtime: GlmRuntime | None = None) -> None:
         super().__init__(config)
@@ -150,6 +153,20 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
             if isinstance(module, PooledIndexer):
                 module.requires_grad_(False)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, folder, *args, key_mapping: dict[str, str] | None = None, **kwargs):
+        """`PreTrainedModel.from_pretrained`, which also takes a checkpoint of the vision-language model: its language model.
+
+        Raises:
+            ValueError: the checkpoint's configuration has no index_kpool.
+        """
+        return super().from_pretrained(folder, *args, key_mapping={r"^model\.language_model\.": "model."} | (key_mapping or {}), **kwargs)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: transformers' conversions between published names and its own are this class's too."""
+        return False
 
     @property
     def runtime(self) -> GlmRuntime:

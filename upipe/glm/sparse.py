@@ -227,9 +227,7 @@ class _SparseMLA(torch.autograd.Function):
             absorbed = torch.einsum("thn,hnc->thc", q, U)
             dheads = (g @ w_o).unflatten(1, (call.heads, -1))
             dmixed = torch.einsum("thv,hvc->thc", dheads, V)
-            mixed, dabsorbed = call.kernel.gradients(
-                absorbed, keys[row], tokens, call.scale, dmixed, None if dkeys is None else dkeys[row]
-            )
+            mixed, dabsorbed = call.kernel.gradients(absorbed, keys[row], tokens, call.scale, dmixed, None if dkeys is None else dkeys[row])
             dq = torch.einsum("thc,hnc->thn", dabsorbed, U).flatten(1)
             if dw_o is not None:
                 add_product(dw_o, g, torch.einsum("thc,hvc->thv", mixed, V).flatten(1))
@@ -265,7 +263,9 @@ class SparseAttention(Glm5NextTextAttention):
         preflight.check_autocast(hidden_states.device.type)
         for name in ("q_b_proj", "kv_b_proj", "o_proj"):
             if type(getattr(self, name)) is not nn.Linear:
-                raise PreflightError(f"{name} is a {type(getattr(self, name)).__name__}, not a plain torch.nn.Linear: merge or remove it first")
+                raise PreflightError(
+                    f"{name} is a {type(getattr(self, name)).__name__}, not a plain torch.nn.Linear: merge or remove it first"
+                )
         settings = self.runtime.settings
         q_latent = self.q_a_layernorm(self.q_a_proj(hidden_states))
         if self.indexer is not None:
