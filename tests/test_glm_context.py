@@ -1,14 +1,19 @@
 """Sparse attention over tokens: rows split zigzag over ranks against the same model on one rank, packed documents, selections
 exactly, shared rows of the indexer, recompute."""
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.utils import safe_get_full_grad
 
 from tests.glm import randomise, relative, tiny_config
+from tests.sharded import ds_config
+from upipe.comm import SequenceParallelGroups
 from upipe.glm import Glm5NextForCausalLM, GlmRuntime, GlmSettings, TokenLayout, TokenSplit, selection_contexts
 from upipe.glm import indexer as indexing
+from upipe.loss import global_loss, gradient_scale
 from upipe.offload import apply_checkpointing
 
 TOKENS = 96
@@ -52,10 +57,11 @@ def run(model, runtime, batch, checkpointed=False):
     return {"loss": loss, "logits": whole, **grads}, chosen
 
 
-def check(splits, layers=3, settings=SMALL):
-    """On every rank: each split's results against one rank's, for whole rows and packed ones, with recompute and without."""
-    model = randomise(Glm5NextForCausalLM(tiny_config(layers, every_layer_indexed=True, mlp_layer_types=["dense", "sparse", "sparse"][:layers])))
-    for packed in (False, True):
+def check(splits, packings=(False, True), layers=2, settings=SMALL):
+    """On every rank: each split's results against one rank's, and the last one's with recompute."""
+    config = tiny_config(layers, every_layer_indexed=True, mlp_layer_types=["dense", "sparse"][-layers:])
+    model = randomise(Glm5NextForCausalLM(config))
+    for packed in packings:
         batch = batch_of(packed)
         expected, pools = run(model, GlmRuntime(settings), batch)
         for split, same_tokens in splits:
@@ -69,15 +75,15 @@ def check(splits, layers=3, settings=SMALL):
 
 
 def on_two_ranks():
-    check([(TokenSplit.of(None), None), (TokenSplit.of(None, ulysses=2), None)])
-    check([(TokenSplit(), dist.group.WORLD)], layers=1)
+    check([(TokenSplit.of(None, ulysses=2), None), (TokenSplit.of(None), None)])
+    check([(TokenSplit(), dist.group.WORLD)], packings=(True,))
 
 
 def on_four_ranks():
     pairs = [[dist.new_group(ranks) for ranks in both] for both in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
     rank = dist.get_rank()
-    tokens, same = pairs[0][rank // 2], pairs[1][rank % 2]
-    check([(TokenSplit.of(tokens), same), (TokenSplit.of(None, ulysses=2), None), (TokenSplit.of(None), None)])
+    halves = TokenSplit.of(pairs[0][rank // 2]), pairs[1][rank % 2]
+    check([(TokenSplit.of(None, ulysses=2), None), halves, (TokenSplit.of(None), None)])
 
 
 def uneven_shards():
@@ -91,6 +97,39 @@ def test_two_ranks_equal_one(worlds):
 
 def test_four_ranks_equal_one(worlds):
     worlds(4).run(on_four_ranks)
+
+
+def under_deepspeed(stage):
+    """One step of two ranks that share rows, under DeepSpeed, against one rank's gradients of the mean token loss."""
+    model = randomise(Glm5NextForCausalLM(tiny_config(2, every_layer_indexed=True, mlp_layer_types=["dense", "sparse"])))
+    batch = batch_of(True)
+    expected, _ = run(model, GlmRuntime(SMALL), batch)
+    valid = (batch[2] != -100).sum()
+    groups = SequenceParallelGroups(2)
+    split = TokenSplit.of(groups.sp_group)
+    model.use(GlmRuntime(SMALL, split))
+    model.zero_grad()
+    apply_checkpointing(model, contexts=selection_contexts)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=0.0), config=ds_config(stage), mpu=groups)
+    engine.train()
+    for _ in range(2):      # the second step runs on ZeRO-3's trace of the first
+        ids, positions, labels = (split.take(t) for t in batch)
+        loss = global_loss(engine(ids, positions, shift_labels=labels).loss, valid, 1, gradient_scale(engine), groups.sp_group)
+        engine.backward(loss)
+        grads = {n: safe_get_full_grad(p).clone() for n, p in engine.module.named_parameters() if p.requires_grad}
+        engine.step()
+        assert abs(loss.item() * valid - expected["loss"]) <= 1e-5 * expected["loss"]
+        for name, grad in grads.items():
+            want = expected[name] / valid if name in expected else torch.zeros_like(grad)
+            assert relative(grad, want) <= 1e-5, (name, relative(grad, want))
+    engine.destroy()
+    groups.destroy()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_two_ranks_equal_one_under_deepspeed(worlds, stage):
+    worlds(2).run(under_deepspeed, stage=stage)
 
 
 def test_uneven_shards_are_refused(worlds):

@@ -11,9 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.glm5_next import modeling_glm5_next as hf
 
 from tests.glm import hf_selection, randomise, relative, tiny_config, tokens_of
-from upipe.glm import GlmRuntime, GlmSettings, TokenLayout, TokenSplit, selection_contexts
+from upipe.glm import GlmRuntime, GlmSettings, TokenLayout, TokenSplit, selection_contexts, sparse
 from upipe.glm import indexer as indexing
-from upipe.glm import sparse
 from upipe.glm.context import check_int32
 from upipe.glm.model import replace_modules
 from upipe.preflight import PreflightError
@@ -102,6 +101,26 @@ def test_selection_of_pools_of_other_sizes():
         layout = layout_of()
         pools = ours(x, q_resid, layout, 1 << 31)
         assert tokens_of(pools[0], layout.places, layout.begins(0), k) == hf_selection(plain, x, q_resid)[0]
+
+
+@pytest.mark.slow
+def test_at_the_published_selection():
+    """2,048 tokens a query out of 2,700."""
+    config = tiny_config(index_topk=2048)
+    config._attn_implementation = "eager"
+    plain = randomise(hf.Glm5NextTextAttention(config, 3))
+    ours = copy.deepcopy(plain)
+    replace_modules(ours, GlmRuntime(GlmSettings(gather_bytes=1 << 25, score_bytes=1 << 25)))
+    tokens = 2700
+    x = torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(1))
+    layout = TokenLayout(TokenSplit(), None, tokens)
+    mask = torch.ones(1, tokens, dtype=torch.bool)
+    q_resid = torch.randn(1, tokens, 24, generator=torch.Generator().manual_seed(3))
+    pools = ours.indexer(x, q_resid, layout, 1 << 25)
+    expected = hf_selection(plain.indexer, x, q_resid)[0]
+    assert tokens_of(pools[0], layout.places, layout.begins(0), 4) == expected
+    assert max(map(len, expected)) == 2051
+    assert_alike(values(ours, x, lambda x: ours(x, layout=layout)[0]), values(plain, x, lambda x: plain(x, mask)[0]))
 
 
 def test_of_equal_scores_the_earlier_pool_is_taken():
