@@ -6,10 +6,12 @@ from transformers.models.glm5_next import modeling_glm5_next as hf
 
 from upipe.glm.config import GlmTextConfig
 
+SPARSE = GlmTextConfig(index_kpool=4).layer_types[3]     # "indexed_attention"; transformers 5.17 calls it by another name
+
 
 def tiny_config(layers=8, every_layer_indexed=False, **changes):
     """Both kinds of attention, dense and sparse MLPs, more index heads than it takes for ties to vanish, 4 pools of 4 tokens."""
-    kinds = ["indexed_attention" if every_layer_indexed or i % 4 == 3 else "linear_attention" for i in range(layers)]
+    kinds = [SPARSE if every_layer_indexed or i % 4 == 3 else "linear_attention" for i in range(layers)]
     values = dict(
         vocab_size=61, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, q_lora_rank=24, kv_lora_rank=16,

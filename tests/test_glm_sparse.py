@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.glm5_next import modeling_glm5_next as hf
 
-from tests.glm import hf_selection, randomise, relative, tiny_config, tokens_of
+from tests.glm import SPARSE, hf_selection, randomise, relative, tiny_config, tokens_of
 from upipe.glm import GlmRuntime, GlmSettings, TokenLayout, TokenSplit, selection_contexts, sparse
 from upipe.glm import indexer as indexing
 from upipe.glm.context import check_int32
@@ -174,7 +174,7 @@ def test_a_declined_shape_is_an_error_unless_dense_is_allowed(monkeypatch, caplo
         ours(x, layout=layout_of())
     assert_alike(got, values(plain, x, plain_call(plain)))
     lines = [r.getMessage() for r in caplog.records]
-    assert lines == [f"indexed_attention: DENSE over {TOKENS} keys: declining declines it (19 tokens a query)"]
+    assert lines == [f"{SPARSE}: DENSE over {TOKENS} keys: declining declines it (19 tokens a query)"]
     with pytest.raises(PreflightError, match="kernel='flash': use auto, declining"):
         sparse.choose(GlmSettings(kernel="flash"), None)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.models.glm5_next import modeling_glm5_next as plain
 
@@ -34,7 +35,7 @@ class DecoderLayer(plain.Glm5NextTextDecoderLayer):
         streams, pools = hidden_states, None
         post, comb, x = self.attn_hc(streams)
         x = self.input_layernorm(x)
-        if self.block_type == "indexed_attention":
+        if self.block_type != "linear_attention":  # the other kind's name changed between transformers 5.17 and 5.24
             x, _, pools = self.self_attn(x, layout=layout, prev_topk_indices=prev_topk_indices)
         elif getattr(self.self_attn, "takes_layout", False):
             x = self.self_attn(x, layout=layout)
@@ -146,6 +147,9 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
     def __init__(self, config: GlmTextConfig, runtime: GlmRuntime | None = None) -> None:
         super().__init__(config)
         check_config(config)
+        # Published names and transformers' own differ; the conversions between them go by a model's type or class.
+        conversions = get_checkpoint_conversion_mapping("glm5_next")
+        register_checkpoint_conversion_mapping(type(self).__name__, conversions, overwrite=True)
         self.model = plain.Glm5NextTextModel(config)
         self.lm_head = LossHead(config.hidden_size, config.vocab_size, bias=False)
         self.use(runtime or GlmRuntime())
@@ -155,18 +159,21 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
         self.post_init()
 
     @classmethod
-    def from_pretrained(cls, folder, *args, key_mapping: dict[str, str] | None = None, **kwargs):
+    def from_pretrained(cls, folder, *args, key_mapping: dict[str, str] | None = None, output_loading_info: bool = False, **kwargs):
         """`PreTrainedModel.from_pretrained`, which also takes a checkpoint of the vision-language model: its language model.
 
         Raises:
-            ValueError: the checkpoint's configuration has no index_kpool.
+            ValueError: the checkpoint's configuration has no index_kpool; it lacks weights (transformers would make random ones
+                and say so in a log).
         """
-        return super().from_pretrained(folder, *args, key_mapping={r"^model\.language_model\.": "model."} | (key_mapping or {}), **kwargs)
-
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """No: transformers' conversions between published names and its own are this class's too."""
-        return False
+        mapping = {r"^model\.language_model\.": "model."} | (key_mapping or {})
+        model, info = super().from_pretrained(folder, *args, key_mapping=mapping, output_loading_info=True, **kwargs)
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ValueError(
+                f"{folder} lacks {len(missing)} weights of {cls.__name__}, {missing[0]} among them: it is no checkpoint of this model"
+            )
+        return (model, info) if output_loading_info else model
 
     @property
     def runtime(self) -> GlmRuntime:

@@ -278,7 +278,7 @@ class SparseAttention(Glm5NextTextAttention):
         latent = self.kv_a_layernorm(self.kv_a_proj_with_mqa(hidden_states))
         case = Case(self.num_heads, self.kv_lora_rank, pools.shape[2] * k + k - 1, layout.tokens, latent.dtype, latent.device.type)
         kernel, what = choose(settings, case)
-        self.runtime.note("indexed_attention", what)
+        self.runtime.note(self.config.layer_types[self.layer_idx], what)
         call = _Call(layout, kernel, kernel.chunk(case, settings), self.num_heads, self.scaling, k)
         weights = self.q_b_proj.weight, self.kv_b_proj.weight, self.o_proj.weight
         out = _SparseMLA.apply(call, pools, q_latent, latent, *weights)
