@@ -80,16 +80,18 @@ class GatherKernel:
         ds = grad @ rows.transpose(1, 2)
         ds = ds.sub_((grad * out).sum(-1, keepdim=True)).mul_(weights).mul_(scale)
         if dkeys is not None:
-            self._add(dkeys, tokens, ds.transpose(1, 2) @ q.to(rows.dtype) + weights.transpose(1, 2) @ grad)
+            self._add(dkeys, tokens, ds, q.to(rows.dtype))
+            self._add(dkeys, tokens, weights, grad)
         return out.to(q.dtype), (ds @ rows).to(q.dtype)
 
     def _weights(self, q, rows, seen, scale):
         scores = (q.to(rows.dtype) @ rows.transpose(1, 2)).mul_(scale)
         return scores.masked_fill_(~seen, float("-inf")).softmax(-1)
 
-    def _add(self, dkeys: torch.Tensor, tokens: torch.Tensor, drows: torch.Tensor) -> None:
-        # Unlisted places have a weight, and so a gradient, of zero.
-        dkeys.index_add_(0, tokens.clamp(min=0).flatten(), drows.flatten(0, 1))
+    def _add(self, dkeys: torch.Tensor, tokens: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> None:
+        """Add to each listed key the x [c, H, C] of its queries and heads by weights [c, H, W]."""
+        # Unlisted places have a weight of zero.
+        dkeys.index_add_(0, tokens.clamp(min=0).flatten(), (weights.transpose(1, 2) @ x).flatten(0, 1))
 
 
 class DenseKernel(GatherKernel):
@@ -105,8 +107,8 @@ class DenseKernel(GatherKernel):
         seen.scatter_(1, tokens.where(tokens >= 0, len(keys)), True)
         return keys.to(wide_dtype(keys.dtype))[None], seen[:, None, :-1]
 
-    def _add(self, dkeys, tokens, drows):
-        dkeys += drows.sum(0)
+    def _add(self, dkeys, tokens, weights, x):
+        dkeys.addmm_(weights.flatten(0, 1).t(), x.flatten(0, 1))
 
 
 KERNELS: dict[str, GatherKernel] = {"gather": GatherKernel()}
