@@ -170,9 +170,13 @@ def test_what_is_refused():
     packed = torch.cat((torch.arange(50), torch.arange(43)))[None]
     with pytest.raises(PreflightError, match="Glm5NextTextLinearAttention takes whole rows of one document on one rank, not packed"):
         ours(ids, packed)
-    with pytest.raises(PreflightError, match="attention_mask, use_cache and cache are not taken"):
+    with pytest.raises(PreflightError, match="attention_mask and use_cache are not taken"):
         ours(ids, attention_mask=torch.ones_like(ids))
+    with pytest.raises(TypeError, match="logits_to_keep"):
+        ours(ids, logits_to_keep=1)
     with pytest.raises(ValueError, match="index_kpool_always_select_tail=False with index_kpool=4: the first 3 tokens"):
         Glm5NextForCausalLM(tiny_config(index_kpool_always_select_tail=False))
+    with pytest.raises(ValueError, match="output_router_logits=True"):
+        Glm5NextForCausalLM(tiny_config(output_router_logits=True))
     with pytest.raises(ValueError, match="attention_dropout=0.1"):
         Glm5NextForCausalLM(tiny_config(attention_dropout=0.1))

@@ -26,7 +26,7 @@ class GlmTextConfig(Glm5NextTextConfig):
     without changing any shape but that of `index_kpool_compress_ape`.
 
     Raises:
-        ValueError: no index_kpool; a selection that leaves a token without a key; dropout of attention weights.
+        ValueError: no index_kpool.
     """
 
     has_no_defaults_at_init = True
@@ -53,6 +53,8 @@ def check_config(config: Glm5NextTextConfig) -> None:
         )
     if config.attention_dropout:
         raise ValueError(f"attention_dropout={config.attention_dropout}: the sparse path has none; set it to 0")
+    if config.output_router_logits:
+        raise ValueError("output_router_logits=True: the loss has no load-balancing term; set it to False")
 
 
 @dataclass(frozen=True)

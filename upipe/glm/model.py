@@ -11,9 +11,11 @@ Symbols: B rows, L local tokens, M residual streams (`hc_mult`), D hidden size.
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.models.glm5_next import modeling_glm5_next as plain
@@ -60,16 +62,16 @@ class Backbone(plain.Glm5NextTextModel):
 
     runtime: GlmRuntime
 
-    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None, attention_mask=None, use_cache=None, cache=None, **kwargs):
+    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None, attention_mask=None, use_cache=None):
         """input_ids [B, L] or inputs_embeds [B, L, D], this rank's; position_ids [B or 1, L], which restart where a packed
         document begins. Collective over the ranks that share the rows.
 
         Raises:
-            PreflightError: a mask or a cache; packed or sharded rows while a layer is transformers' own linear attention.
+            PreflightError: a mask or use_cache; packed or sharded rows while a layer is transformers' own linear attention.
         """
-        if attention_mask is not None or use_cache or cache is not None:
+        if attention_mask is not None or use_cache:
             raise PreflightError(
-                "attention_mask, use_cache and cache are not taken: pad rows at their end with labels of -100, mark packed documents by "
+                "attention_mask and use_cache are not taken: pad rows at their end with labels of -100, mark packed documents by "
                 "position_ids that restart"
             )
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -125,7 +127,7 @@ def replace_modules(model: nn.Module, runtime: GlmRuntime) -> None:
 
 
 def _annotations(cls: type) -> set[str]:
-    return {name for base in cls.__mro__ for name in vars(base).get("__annotations__", {})}
+    return {name for base in cls.__mro__ for name in inspect.get_annotations(base)}
 
 
 class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
@@ -184,7 +186,9 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
         replace_modules(self, runtime)
         self.lm_head.tile_tokens = runtime.settings.loss_tile_tokens
 
-    def forward(self, input_ids=None, position_ids=None, labels=None, shift_labels=None, inputs_embeds=None, **kwargs):
+    def forward(
+        self, input_ids=None, position_ids=None, labels=None, shift_labels=None, inputs_embeds=None, attention_mask=None, use_cache=None
+    ):
         """Logits, or a loss without logits.
 
         Args:
@@ -198,11 +202,11 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
         Raises:
             PreflightError: labels on sharded rows; see `Backbone.forward`.
         """
-        hidden = self.model(input_ids, position_ids, inputs_embeds, **kwargs).last_hidden_state
+        hidden = self.model(input_ids, position_ids, inputs_embeds, attention_mask, use_cache).last_hidden_state
         if labels is not None:
             if self.runtime.split.size > 1:
                 raise PreflightError("labels of a sharded row cannot be shifted on one rank: shift whole rows, and give shift_labels")
-            following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+            following = pad(labels[:, 1:], (0, 1), value=IGNORE)
             return CausalLMOutputWithPast(loss=self.lm_head(hidden, following) / (following != IGNORE).sum().clamp(min=1))
         if shift_labels is not None:
             return CausalLMOutputWithPast(loss=self.lm_head(hidden, shift_labels))
