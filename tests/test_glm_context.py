@@ -1,5 +1,7 @@
 """Sparse attention over tokens: rows split zigzag over ranks against the same model on one rank, packed documents, selections
-exactly, shared rows of the indexer, recompute."""
+exactly, shared rows of the indexer, recompute; a hybrid model whose linear attention is put in by the list of replacements."""
+
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -7,12 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.utils import safe_get_full_grad
+from transformers.models.glm5_next import modeling_glm5_next as hf
 
 from tests.glm import randomise, relative, tiny_config
 from tests.sharded import ds_config
 from upipe.comm import SequenceParallelGroups
 from upipe.glm import Glm5NextForCausalLM, GlmRuntime, GlmSettings, TokenLayout, TokenSplit, selection_contexts
 from upipe.glm import indexer as indexing
+from upipe.glm import model as glm_model
 from upipe.loss import global_loss, gradient_scale
 from upipe.offload import apply_checkpointing
 
@@ -37,7 +41,8 @@ def run(model, runtime, batch, checkpointed=False):
     model.use(runtime)
     model.zero_grad()
     chosen = []
-    hooks = [layer.self_attn.indexer.register_forward_hook(lambda _, __, pools: chosen.append(pools)) for layer in model.model.layers]
+    indexers = [module for module in model.modules() if isinstance(module, indexing.PooledIndexer)]
+    hooks = [indexer.register_forward_hook(lambda _, __, pools: chosen.append(pools)) for indexer in indexers]
     ids, positions, labels = (runtime.split.take(t) for t in batch)
     logits = model(ids, positions).logits
     for hook in hooks:
@@ -57,10 +62,41 @@ def run(model, runtime, batch, checkpointed=False):
     return {"loss": loss, "logits": whole, **grads}, chosen
 
 
-def check(splits, packings=(False, True), layers=2, settings=SMALL):
+class Gathered(torch.autograd.Function):
+    """`TokenSplit.gathered`, differentiated."""
+
+    @staticmethod
+    def forward(ctx, x, split):
+        ctx.split = split
+        return split.gathered(x).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.split.reduced(grad), None
+
+
+class WholeLinearAttention(hf.Glm5NextTextLinearAttention):
+    """transformers' linear attention on whole rows, a document at a time, on every rank: what a sharded one must equal."""
+
+    takes_layout = True
+
+    def forward(self, hidden_states, layout):
+        rows = []
+        for b, row in enumerate(Gathered.apply(hidden_states, layout.split)):
+            starts = layout.starts(b)
+            rows.append(torch.cat([super(WholeLinearAttention, self).forward(row[None, a:z]) for a, z in zip(starts, starts[1:])], 1))
+        return layout.split.take(torch.cat(rows))
+
+
+def check(splits, packings=(False, True), layers=2, settings=SMALL, hybrid=False):
     """On every rank: each split's results against one rank's, and the last one's with recompute."""
-    config = tiny_config(layers, every_layer_indexed=True, mlp_layer_types=["dense", "sparse"][-layers:])
-    model = randomise(Glm5NextForCausalLM(config))
+    config = tiny_config(layers, every_layer_indexed=not hybrid, mlp_layer_types=(["dense", "sparse"] * layers)[:layers])
+    known = glm_model.replacements() | {hf.Glm5NextTextLinearAttention: WholeLinearAttention}
+    with mock.patch.object(glm_model, "replacements", lambda: known):
+        compare(randomise(Glm5NextForCausalLM(config)), splits, packings, settings)
+
+
+def compare(model, splits, packings, settings):
     for packed in packings:
         batch = batch_of(packed)
         expected, pools = run(model, GlmRuntime(settings), batch)
@@ -79,6 +115,10 @@ def on_two_ranks():
     check([(TokenSplit(), dist.group.WORLD)], packings=(True,))
 
 
+def hybrid_on_two_ranks():
+    check([(TokenSplit.of(None), None)], packings=(True,), layers=4, hybrid=True)
+
+
 def on_four_ranks():
     pairs = [[dist.new_group(ranks) for ranks in both] for both in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
     rank = dist.get_rank()
@@ -93,6 +133,11 @@ def uneven_shards():
 
 def test_two_ranks_equal_one(worlds):
     worlds(2).run(on_two_ranks)
+
+
+@pytest.mark.slow
+def test_both_kinds_of_attention_on_two_ranks_equal_one(worlds):
+    worlds(2).run(hybrid_on_two_ranks, timeout=300.0)
 
 
 def test_four_ranks_equal_one(worlds):
