@@ -12,7 +12,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.glm5_next import modeling_glm5_next as hf
 
 from tests.glm import SPARSE, hf_logits, randomise, relative, tiny_config
-from upipe.glm import Glm5NextForCausalLM, GlmRuntime, GlmSettings, GlmTextConfig, indexer, preset, selection_contexts
+from upipe.glm import Glm5NextForCausalLM, GlmRuntime, GlmSettings, GlmTextConfig, TokenSplit, indexer, preset, selection_contexts
 from upipe.offload import apply_checkpointing
 from upipe.preflight import PreflightError
 
@@ -172,6 +172,9 @@ def test_what_is_refused():
         ours(ids, packed)
     with pytest.raises(PreflightError, match="attention_mask and use_cache are not taken"):
         ours(ids, attention_mask=torch.ones_like(ids))
+    ours.use(GlmRuntime(split=TokenSplit(None, 2, 1, 0)))
+    with pytest.raises(PreflightError, match="rows over several ranks need position_ids"):
+        ours(ids)
     with pytest.raises(TypeError, match="logits_to_keep"):
         ours(ids, logits_to_keep=1)
     with pytest.raises(ValueError, match="index_kpool_always_select_tail=False with index_kpool=4: the first 3 tokens"):

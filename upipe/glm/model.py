@@ -67,13 +67,16 @@ class Backbone(plain.Glm5NextTextModel):
         document begins. Collective over the ranks that share the rows.
 
         Raises:
-            PreflightError: a mask or use_cache; packed or sharded rows while a layer is transformers' own linear attention.
+            PreflightError: a mask or use_cache; sharded rows without positions; packed or sharded rows while a layer is
+                transformers' own linear attention; see `TokenLayout`.
         """
         if attention_mask is not None or use_cache:
             raise PreflightError(
                 "attention_mask and use_cache are not taken: pad rows at their end with labels of -100, mark packed documents by "
                 "position_ids that restart"
             )
+        if position_ids is None and self.runtime.split.size > 1:
+            raise PreflightError("rows over several ranks need position_ids: each token's place in its document")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         layout = TokenLayout(self.runtime.split, position_ids, hidden.shape[1])
         for layer in () if layout.whole else self.layers:
@@ -193,7 +196,7 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
 
         Args:
             input_ids: [B, L] int64, this rank's tokens; or inputs_embeds [B, L, D].
-            position_ids: [B or 1, L], restarting where a packed document begins; None: one document a row.
+            position_ids: [B or 1, L], restarting where a packed document begins; None: whole rows of one document.
             labels: [B, L], not shifted, -100 ignored, of whole rows: `loss` is the mean over valid tokens. A document's first
                 token must then be ignored, as `upipe.data` does it.
             shift_labels: [B, L], the token that each position predicts, or -100: `loss` is the sum over this rank's valid
