@@ -78,6 +78,27 @@ MUTATIONS = {
     "sinks: their gradient has the wrong sign": (
         "block.py", 'self.result["sinks"][heads] -= (share', 'self.result["sinks"][heads] += (share',
         ["tests/test_zoo.py", "-k", "T34"]),
+    "sparse attention: the gate scores are not gathered": (
+        "glm/indexer.py", "keys, gates = whole.split(self.head_dim, dim=-1)", "keys = whole[..., : self.head_dim]",
+        ["tests/test_glm_context.py", "-k", "two_ranks_equal_one and not deepspeed"]),
+    "sparse attention: gate scores of other tokens": (
+        "glm/indexer.py", "gathered(torch.cat((keys, gates), dim=-1))", "gathered(torch.cat((keys, gates.flip(1)), dim=-1))",
+        ["tests/test_glm_sparse.py", "-k", "selection_equals"]),
+    "indexer: places without a pool are not -1": (
+        "glm/indexer.py", ".masked_fill(columns < 0, -1)", "", ["tests/test_glm_sparse.py", "-k", "equals"]),
+    "sparse attention: -1 is attended to": (
+        "glm/sparse.py", "(tokens >= 0)[:, None]", "(tokens >= -1)[:, None]", ["tests/test_glm_sparse.py", "-k", "equals"]),
+    "indexer: no bound on what int32 counts": (
+        "glm/context.py", "if tokens > INT32_TOKENS:", "if False:", ["tests/test_glm_sparse.py", "-k", "int32"]),
+    "indexer: a pool is selected before it is complete": (
+        "glm/context.py", "high = low + (self.places + 1 - starts[mine]) // k", "high = low + (self.places + k - starts[mine]) // k",
+        ["tests/test_glm_sparse.py", "-k", "selection_equals"]),
+    "sparse attention: gradients of other ranks' queries are lost": (
+        "glm/sparse.py", "call.layout.split.reduced(dkeys)", "call.layout.split.take(dkeys)",
+        ["tests/test_glm_context.py", "-k", "two_ranks_equal_one and not deepspeed"]),
+    "indexer: of equal scores the later pool": (
+        "glm/indexer.py", "(ordered.long() << 32) + (n - 1 - columns)", "(ordered.long() << 32) + columns",
+        ["tests/test_glm_sparse.py", "-k", "earlier"]),
 }
 
 

@@ -1,0 +1,216 @@
+"""Sparse attention over tokens: rows split zigzag over ranks against the same model on one rank, packed documents, selections
+exactly, shared rows of the indexer, recompute; a hybrid model whose linear attention is put in by the list of replacements."""
+
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.utils import safe_get_full_grad
+from transformers.models.glm5_next import modeling_glm5_next as hf
+
+from tests.glm import randomise, relative, tiny_config
+from tests.sharded import ds_config
+from upipe.comm import SequenceParallelGroups
+from upipe.glm import Glm5NextForCausalLM, GlmRuntime, GlmSettings, TokenLayout, TokenSplit, selection_contexts
+from upipe.glm import indexer as indexing
+from upipe.glm import model as glm_model
+from upipe.loss import global_loss, gradient_scale
+from upipe.offload import apply_checkpointing
+
+TOKENS = 96
+SMALL = GlmSettings(gather_bytes=5 * 4 * 19 * 16, score_bytes=7 * 4 * 32 * 24, loss_tile_tokens=11)
+PACKED = ((0, 1, 30, 37, TOKENS), (0, 50, 52, 71, TOKENS))
+
+
+def positions_of(documents):
+    return torch.stack([torch.cat([torch.arange(b - a) for a, b in zip(row, row[1:])]) for row in documents])
+
+
+def batch_of(packed):
+    ids = torch.randint(0, 61, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    labels[:, 40:44] = -100
+    return ids, positions_of(PACKED if packed else ((0, TOKENS),)), labels
+
+
+def run(model, runtime, batch, checkpointed=False):
+    """Loss over all tokens, logits and selections of all tokens in order, and gradients summed over the ranks."""
+    model.use(runtime)
+    model.zero_grad()
+    chosen = []
+    indexers = [module for module in model.modules() if isinstance(module, indexing.PooledIndexer)]
+    hooks = [indexer.register_forward_hook(lambda _, __, pools: chosen.append(pools)) for indexer in indexers]
+    ids, positions, labels = (runtime.split.take(t) for t in batch)
+    logits = model(ids, positions).logits
+    for hook in hooks:
+        hook.remove()
+    handle = apply_checkpointing(model, contexts=selection_contexts) if checkpointed else None
+    loss = model(ids, positions, shift_labels=labels).loss
+    loss.backward()
+    if handle is not None:
+        handle.remove()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    whole = runtime.split.gathered(logits.detach())
+    chosen = [runtime.split.gathered(pools) for pools in chosen]
+    loss = loss.detach().clone()
+    if runtime.split.size > 1:
+        for t in (loss, *grads.values()):
+            dist.all_reduce(t, group=runtime.split.group)
+    return {"loss": loss, "logits": whole, **grads}, chosen
+
+
+class Gathered(torch.autograd.Function):
+    """`TokenSplit.gathered`, differentiated."""
+
+    @staticmethod
+    def forward(ctx, x, split):
+        ctx.split = split
+        return split.gathered(x).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.split.reduced(grad), None
+
+
+class WholeLinearAttention(hf.Glm5NextTextLinearAttention):
+    """transformers' linear attention on whole rows, a document at a time, on every rank: what a sharded one must equal."""
+
+    takes_layout = True
+
+    def forward(self, hidden_states, layout):
+        rows = []
+        for b, row in enumerate(Gathered.apply(hidden_states, layout.split)):
+            starts = layout.starts(b)
+            rows.append(torch.cat([super(WholeLinearAttention, self).forward(row[None, a:z]) for a, z in zip(starts, starts[1:])], 1))
+        return layout.split.take(torch.cat(rows))
+
+
+def check(splits, packings=(False, True), layers=2, settings=SMALL, hybrid=False):
+    """On every rank: each split's results against one rank's, and the last one's with recompute."""
+    config = tiny_config(layers, every_layer_indexed=not hybrid, mlp_layer_types=(["dense", "sparse"] * layers)[:layers])
+    known = glm_model.replacements() | {hf.Glm5NextTextLinearAttention: WholeLinearAttention}
+    with mock.patch.object(glm_model, "replacements", lambda: known):
+        compare(randomise(Glm5NextForCausalLM(config)), splits, packings, settings)
+
+
+def compare(model, splits, packings, settings):
+    for packed in packings:
+        batch = batch_of(packed)
+        expected, pools = run(model, GlmRuntime(settings), batch)
+        for split, same_tokens in splits:
+            got, chosen = run(model, GlmRuntime(settings, split, same_tokens), batch)
+            assert len(chosen) == len(pools) and all(torch.equal(a, b) for a, b in zip(chosen, pools))
+            assert set(got) == set(expected)
+            for name in expected:
+                assert relative(got[name], expected[name]) <= 1e-5, (split, name, relative(got[name], expected[name]))
+        again, _ = run(model, GlmRuntime(settings, split, same_tokens), batch, checkpointed=True)
+        assert all(torch.equal(again[name], got[name]) for name in got)
+
+
+def on_two_ranks():
+    check([(TokenSplit.of(None, ulysses=2), None), (TokenSplit.of(None), None)])
+    check([(TokenSplit(), dist.group.WORLD)], packings=(True,))
+
+
+def hybrid_on_two_ranks():
+    check([(TokenSplit.of(None), None)], packings=(True,), layers=4, hybrid=True)
+
+
+def on_four_ranks():
+    pairs = [[dist.new_group(ranks) for ranks in both] for both in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
+    rank = dist.get_rank()
+    halves = TokenSplit.of(pairs[0][rank // 2]), pairs[1][rank % 2]
+    check([(TokenSplit.of(None, ulysses=2), None), halves, (TokenSplit.of(None), None)])
+
+
+def uneven_shards():
+    with pytest.raises(ValueError, match="were given shards of .*all must be alike"):
+        TokenLayout(TokenSplit.of(None), torch.arange(4 + 2 * dist.get_rank())[None])
+
+
+def test_two_ranks_equal_one(worlds):
+    worlds(2).run(on_two_ranks)
+
+
+@pytest.mark.slow
+def test_both_kinds_of_attention_on_two_ranks_equal_one(worlds):
+    worlds(2).run(hybrid_on_two_ranks, timeout=300.0)
+
+
+def test_four_ranks_equal_one(worlds):
+    worlds(4).run(on_four_ranks)
+
+
+def under_deepspeed(stage):
+    """One step of two ranks that share rows, under DeepSpeed, against one rank's gradients of the mean token loss."""
+    model = randomise(Glm5NextForCausalLM(tiny_config(2, every_layer_indexed=True, mlp_layer_types=["dense", "sparse"])))
+    batch = batch_of(True)
+    expected, _ = run(model, GlmRuntime(SMALL), batch)
+    valid = (batch[2] != -100).sum()
+    groups = SequenceParallelGroups(2)
+    split = TokenSplit.of(groups.sp_group)
+    model.use(GlmRuntime(SMALL, split))
+    model.zero_grad()
+    apply_checkpointing(model, contexts=selection_contexts)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=0.0), config=ds_config(stage), mpu=groups)
+    engine.train()
+    for _ in range(2):      # the second step runs on ZeRO-3's trace of the first
+        ids, positions, labels = (split.take(t) for t in batch)
+        loss = global_loss(engine(ids, positions, shift_labels=labels).loss, valid, 1, gradient_scale(engine), groups.sp_group)
+        engine.backward(loss)
+        grads = {n: safe_get_full_grad(p).clone() for n, p in engine.module.named_parameters() if p.requires_grad}
+        engine.step()
+        assert abs(loss.item() * valid - expected["loss"]) <= 1e-5 * expected["loss"]
+        for name, grad in grads.items():
+            want = expected[name] / valid if name in expected else torch.zeros_like(grad)
+            assert relative(grad, want) <= 1e-5, (name, relative(grad, want))
+    engine.destroy()
+    groups.destroy()
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_two_ranks_equal_one_under_deepspeed(worlds, stage):
+    worlds(2).run(under_deepspeed, stage=stage)
+
+
+def test_uneven_shards_are_refused(worlds):
+    worlds(2).run(uneven_shards)
+
+
+def test_one_rank_of_a_split_is_the_plain_run():
+    check([(TokenSplit(), None)])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 13])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_row_is_scored_by_one_rank(rows, ranks, monkeypatch):
+    """`shared_out` without processes: the shares of all ranks, put together as `gathered` does."""
+    monkeypatch.setattr(indexing.dist, "get_world_size", lambda group: ranks)
+    done, shares = [], []
+
+    def work(parts):
+        mine = [i for part in parts for i in part]
+        done.extend(mine)
+        return torch.tensor([[i] for i in mine], dtype=torch.int32).view(-1, 1)
+
+    class Split(TokenSplit):
+        def gathered(self, local):
+            shares.append(local)
+            if self.rank < ranks - 1:
+                return local.new_zeros(1, local.shape[1] * ranks, 1)
+            whole = local.new_full((1, local.shape[1] * ranks, 1), -2)
+            for rank, share in enumerate(shares):
+                begin = 0
+                for part in self.held(whole.shape[1], rank):
+                    whole[:, part.start : part.stop] = share[:, begin : begin + len(part)]
+                    begin += len(part)
+            return whole
+
+    for rank in range(ranks):
+        monkeypatch.setattr(indexing.TokenSplit, "of", lambda group, rank=rank: Split(None, ranks, 1, rank))
+        out = indexing.shared_out(rows, 1, "group", work)
+    assert sorted(done) == list(range(rows)) and out[:, 0].tolist() == list(range(rows)) and out.dtype == torch.int32

@@ -1,0 +1,145 @@
+"""Configurations of GLM-5.3-Flash's text model (transformers' `glm5_next_text`), its settings here, and shapes by name.
+
+| preset | what it is | parameters |
+| --- | --- | --- |
+| glm-5.3-flash | GLM-5.3-Flash without its MTP layer and vision tower; 45 layers, 11 of them sparse attention | 313.3 B |
+| glm-mini | the same layer with 1,024 channels, 8 layers (6 KDA, 2 sparse) and a vocabulary of bytes, for one GPU | 0.24 B |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+
+from upipe.loss import LOSS_TILE_TOKENS
+
+SCORE_BYTES = 1 << 31  # of per-head index scores, fp32, at a time
+GATHER_BYTES = 1 << 28  # of gathered latents, fp32, at a time
+
+
+class GlmTextConfig(Glm5NextTextConfig):
+    """`Glm5NextTextConfig` whose `index_kpool` must be given.
+
+    transformers' default of 16 is not the published checkpoint's 4, and a wrong pool size changes which tokens are seen
+    without changing any shape but that of `index_kpool_compress_ape`.
+
+    Raises:
+        ValueError: no index_kpool.
+    """
+
+    has_no_defaults_at_init = True
+    index_kpool: int = 0
+
+    def __post_init__(self, **kwargs):
+        if self.index_kpool == 0:
+            raise ValueError(
+                "index_kpool is not given: read it from the checkpoint's config.json (GLM-5.3-Flash has 4), or set it; there is no default"
+            )
+        super().__post_init__(**kwargs)
+
+
+def check_config(config: Glm5NextTextConfig) -> None:
+    """What the sparse attention here cannot compute as transformers does.
+
+    Raises:
+        ValueError: naming the values and what would work.
+    """
+    if config.index_kpool > 1 and not config.index_kpool_always_select_tail:
+        raise ValueError(
+            f"index_kpool_always_select_tail=False with index_kpool={config.index_kpool}: the first {config.index_kpool - 1} tokens of "
+            "a document would see no key at all; set it to True"
+        )
+    if config.attention_dropout:
+        raise ValueError(f"attention_dropout={config.attention_dropout}: the sparse path has none; set it to 0")
+    if config.output_router_logits:
+        raise ValueError("output_router_logits=True: the loss has no load-balancing term; set it to False")
+
+
+@dataclass(frozen=True)
+class GlmSettings:
+    """How the model computes; nothing here changes a value beyond rounding.
+
+    Args:
+        kernel: of sparse attention: a name in `sparse.KERNELS`, or "auto", the first that takes the shape.
+        allow_dense: attend densely under a mask where the sparse kernel declines a shape; otherwise that is an error.
+        score_bytes: per-head index scores (fp32) that may exist at a time.
+        gather_bytes: gathered latents (fp32) that may exist at a time in the torch kernel.
+        loss_tile_tokens: rows of logits at a time.
+    """
+
+    kernel: str = "auto"
+    allow_dense: bool = False
+    score_bytes: int = SCORE_BYTES
+    gather_bytes: int = GATHER_BYTES
+    loss_tile_tokens: int = LOSS_TILE_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("score_bytes", "gather_bytes", "loss_tile_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
+def preset_shapes() -> dict[str, dict[str, Any]]:
+    """Preset name -> keyword arguments of `GlmTextConfig`."""
+    flash = {
+        "vocab_size": 154880,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 45,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "n_shared_experts": 1,
+        "n_routed_experts": 288,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 256,
+        "qk_rope_head_dim": 0,
+        "v_head_dim": 256,
+        "index_topk": 2048,
+        "index_kpool": 4,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "linear_num_heads": 64,
+        "linear_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "linear_lower_bound": -5.0,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "swiglu_limit": 10.0,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1048576,
+    }
+    mini = {
+        "vocab_size": 512,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "q_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "linear_num_heads": 16,
+    }
+    return {"glm-5.3-flash": flash, "glm-mini": flash | mini}
+
+
+def preset(name: str, **changes: Any) -> GlmTextConfig:
+    """The configuration of a preset, with some values changed, e.g. `num_hidden_layers`.
+
+    Raises:
+        ValueError: no such preset.
+    """
+    shapes = preset_shapes()
+    if name not in shapes:
+        raise ValueError(f"preset {name!r} is none of {', '.join(shapes)}")
+    return GlmTextConfig(**shapes[name] | {"pad_token_id": None, "use_cache": False} | changes)
