@@ -30,7 +30,6 @@ import argparse
 import gc
 import itertools
 import os
-import secrets
 import statistics
 import sys
 import time
@@ -56,10 +55,11 @@ from experiments.block_methods import (
 )
 from experiments.block_report import PARTS, ratios, series, slopes, table
 from experiments.block_trace import summary, trace
+from experiments.runs import command_line, exit_status, last_run, new_run_id
 from upipe import host, kernels, records, workspace
 from upipe.config import ConfigError
 from upipe.environment import code, environment
-from upipe.preflight import PreflightError, check_kernel
+from upipe.preflight import check_kernel
 from upipe.records import Record, format_tokens, parse_tokens, unit_gib
 
 DX = {"gemm": "slabs", "bf16": "bfloat16"}
@@ -429,11 +429,7 @@ def settle(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace) -> int:
-    path = Path(options.results) / "block.jsonl"
-    found = records.load(path)
-    if not found:
-        raise ConfigError(f"{path}: no records")
-    last = [record for record in found if record["run_id"] == found[-1]["run_id"]]
+    last = last_run(Path(options.results) / "block.jsonl")
     print(f"run {last[0]['run_id']}, {last[0]['model']}, {last[0]['gpu'] or 'CPU'}\n{table(last)}")
     if options.plot:
         from experiments.block_plot import draw
@@ -446,9 +442,7 @@ def run(options: argparse.Namespace, command: str) -> list[dict[str, Any]]:
     """Measure on every rank of the running world -> the records, as they were appended; rank 0 prints the table."""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     made_with = environment(command, options.commit, gpus=dist.get_world_size() if device.type == "cuda" else 0)
-    name = [time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(3)]
-    dist.broadcast_object_list(name, device=device)
-    bench = Bench(options, Block(options.model, getattr(torch, options.dtype), device), name[0], made_with)
+    bench = Bench(options, Block(options.model, getattr(torch, options.dtype), device), new_run_id(), made_with)
     for kernel in options.kernels:
         bench.kernel(kernel)
     for tokens in options.tokens:
@@ -457,30 +451,27 @@ def run(options: argparse.Namespace, command: str) -> list[dict[str, Any]]:
         bench.rates()
     else:
         bench.blocks()
-    bench.say(f"\nrun {name[0]}, {bench.block.name}, P = {bench.block.P}, {options.dtype}\n{table(bench.done)}")
+    bench.say(f"\nrun {bench.run_id}, {bench.block.name}, P = {bench.block.P}, {options.dtype}\n{table(bench.done)}")
     return bench.done
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 0, or 2 for what is refused."""
     options = parser().parse_args(arguments)
-    command = "python -m experiments.block " + " ".join(sys.argv[1:] if arguments is None else arguments)
-    try:
+
+    def body() -> int:
         if options.show:
             return show(options)
         settle(options)
         upipe.init_distributed()
-        done = run(options, command)
+        done = run(options, command_line("experiments.block", arguments))
         if options.plot and dist.get_rank() == 0:
             from experiments.block_plot import draw
 
             draw(done, options.plot)
-    except (ConfigError, PreflightError, records.RecordError) as error:
-        print(f"experiments.block: error: {error}", file=sys.stderr)
-        return 2
-    # Not after other errors: on one rank alone it would wait for the others.
-    dist.destroy_process_group()
-    return 0
+        return 0
+
+    return exit_status("experiments.block", body)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 import upipe
 from experiments.block_report import _aligned
-from experiments.stack import new_run_id
+from experiments.runs import command_line, exit_status, last_run, new_run_id
 from experiments.stack_methods import (
     METHODS,
     MODELS,
@@ -52,7 +52,7 @@ from upipe import kernels, outcomes, records
 from upipe.build import hf_config
 from upipe.config import ConfigError
 from upipe.environment import code, environment
-from upipe.preflight import PreflightError, check_kernel
+from upipe.preflight import check_kernel
 from upipe.records import Record, format_tokens, parse_tokens, unit_gib
 
 
@@ -497,15 +497,6 @@ def settle_ranks(options: argparse.Namespace, arithmetic: bool) -> None:
         )
 
 
-def last_run(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Records of the preset's last run. Raises ConfigError where there is none."""
-    path = Path(options.results) / "ladder.jsonl"
-    found = [record for record in records.load(path) if record["preset"] == options.preset]
-    if not found:
-        raise ConfigError(f"{path}: no records of --preset {options.preset}")
-    return [record for record in found if record["run_id"] == found[-1]["run_id"]]
-
-
 def run(
     options: argparse.Namespace, command: str, arithmetic: Callable[[Setting, int], float] | None = None
 ) -> list[dict[str, Any]]:
@@ -522,24 +513,20 @@ def run(
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 0, or 2 for what is refused."""
     options = parser().parse_args(arguments)
-    command = "python -m experiments.ladder " + " ".join(sys.argv[1:] if arguments is None else arguments)
-    try:
+
+    def body() -> int:
         if options.show:
-            found = last_run(options)
+            found = last_run(Path(options.results) / "ladder.jsonl", preset=options.preset)
             print(f"run {found[0]['run_id']}, {found[0]['model']}, {found[0]['gpu'] or 'CPU'}\n{table(found)}")
         else:
             settle(options)
             upipe.init_distributed()
-            found = run(options, command)
+            found = run(options, command_line("experiments.ladder", arguments))
         if options.plot and (options.show or dist.get_rank() == 0):
             draw(found, options.plot)
-    except (ConfigError, PreflightError, records.RecordError) as error:
-        print(f"experiments.ladder: error: {error}", file=sys.stderr)
-        return 2
-    if not options.show:
-        # Not after other errors: on one rank alone it would wait for the others.
-        dist.destroy_process_group()
-    return 0
+        return 0
+
+    return exit_status("experiments.ladder", body)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ import argparse
 import itertools
 import math
 import os
-import secrets
 import statistics
 import sys
 import time
@@ -54,6 +53,7 @@ import torch.distributed as dist
 import upipe
 from experiments import block_trace
 from experiments.block import timed
+from experiments.runs import command_line, exit_status, last_run, new_run_id
 from experiments.stack_methods import (
     METHODS,
     MODELS,
@@ -72,7 +72,7 @@ from upipe.build import hf_config
 from upipe.config import ConfigError
 from upipe.environment import code, environment
 from upipe.methods import native, ulysses
-from upipe.preflight import PreflightError, check_kernel, check_schedule
+from upipe.preflight import check_kernel, check_schedule
 from upipe.records import Record, format_tokens, parse_tokens, unit_gib
 from upipe.traffic import Traffic
 
@@ -442,22 +442,6 @@ def _check_method(setting: Setting, options: argparse.Namespace, config: Any) ->
         raise ConfigError(f"setting {str(setting)!r}: {error}") from None
 
 
-def new_run_id() -> str:
-    """The same on every rank."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    name = [time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(3)]
-    dist.broadcast_object_list(name, device=device)
-    return name[0]
-
-
-def last_run(path: Path) -> list[dict[str, Any]]:
-    """Records of the last run in a file. Raises ConfigError where there is none."""
-    found = records.load(path)
-    if not found:
-        raise ConfigError(f"{path}: no records")
-    return [record for record in found if record["run_id"] == found[-1]["run_id"]]
-
-
 def show(options: argparse.Namespace) -> int:
     last = last_run(Path(options.results) / "stack.jsonl")
     print(f"run {last[0]['run_id']}, {last[0]['model']}, {last[0]['layers']} layers, {last[0]['gpu'] or 'CPU'}\n{table(last)}")
@@ -480,19 +464,15 @@ def run(options: argparse.Namespace, command: str) -> list[dict[str, Any]]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command: 0; 1 where settings disagree; 2 for what is refused."""
     options = parser().parse_args(arguments)
-    command = "python -m experiments.stack " + " ".join(sys.argv[1:] if arguments is None else arguments)
-    try:
+
+    def body() -> int:
         if options.show:
             return show(options)
         settle(options)
         upipe.init_distributed()
-        done = run(options, command)
-    except (ConfigError, PreflightError, records.RecordError) as error:
-        print(f"experiments.stack: error: {error}", file=sys.stderr)
-        return 2
-    # Not after other errors: on one rank alone it would wait for the others.
-    dist.destroy_process_group()
-    return 1 if disagreements(done) else 0
+        return 1 if disagreements(run(options, command_line("experiments.stack", arguments))) else 0
+
+    return exit_status("experiments.stack", body)
 
 
 if __name__ == "__main__":
