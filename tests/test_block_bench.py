@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import io
 import itertools
 import json
@@ -18,8 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from experiments import block, block_methods, block_report, block_trace, parity
+from experiments import block, block_methods, block_report, block_trace
 from experiments.block_methods import Block, Inputs, Mode
+from experiments.stack_methods import Setting
 from upipe import kernels, records
 from upipe.config import ConfigError
 
@@ -420,20 +422,28 @@ def test_plot(tmp_path):
         block_plot.draw([base | {"scope": "kernel"}], str(tmp_path / "none.svg"))
 
 
-@pytest.mark.parametrize("part", ["exact", "256K", "512K", "widths", "others"])
-def test_the_script_s_commands_are_understood(tmp_path, part):
-    """experiments/block-2gpu.sh with launchers that only write down what they were to run."""
+SCRIPTS = {
+    "block-2gpu.sh": ["exact", "256K", "512K", "widths", "others"],
+    "stack-2gpu.sh": ["alst", "whole", "qwen", "offload", "ladder", "methods", "methods512K", "1M", "one", "trl"],
+}
+
+
+@pytest.mark.parametrize("script, part", [(script, part) for script, parts in SCRIPTS.items() for part in parts])
+def test_the_scripts_commands_are_understood(tmp_path, script, part):
+    """The scripts' parts with launchers that only write down what they were to run."""
     log = tmp_path / "log"
     for name in ("torchrun", "python"):
         stand_in = tmp_path / name
         stand_in.write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
         stand_in.chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(["bash", Path(block.__file__).with_name("block-2gpu.sh"), part, "--results", "out"], check=True, env=environment)
+    subprocess.run(["bash", Path(block.__file__).with_name(script), part, "--results", "out"], check=True, env=environment)
     for line in log.read_text().splitlines():
         words = line.split()
         module, arguments = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
-        given = {"experiments.block": block, "experiments.parity": parity}[module].parser().parse_args(arguments)
+        given = importlib.import_module(module).parser().parse_args(arguments)
         assert given.results == "out"
         if module == "experiments.block":
             options("out", *(word for word in arguments if word != "--profile"))
+        for setting in getattr(given, "settings", ()):
+            Setting.parse(setting)
