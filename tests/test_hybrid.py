@@ -4,7 +4,6 @@ Real gloo ranks. The default cases cover every pair of values of every two facto
 data-parallel groups); `slow` adds a sample of the whole product, eight ranks, and an odd Ulysses degree.
 """
 
-import logging
 import random
 
 import pytest
@@ -236,7 +235,6 @@ def test_registered_with_transformers(worlds, tmp_path):
 @pytest.mark.parametrize("mesh", [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow)])
 def test_a_training_run(worlds, tmp_path, mesh):
     """Losses of the run on one rank; what it says of itself; the self-check."""
-    logging.disable(logging.CRITICAL)
     ring, ulysses = mesh
     changes = {"train__steps": 4, "train__accumulation": 1}
     alone = worlds(1).run(training.train, config=training.mapping(
