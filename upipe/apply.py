@@ -152,6 +152,9 @@ class Sharding:
 
     def attention_output(self, attention: nn.Module) -> str:
         """ "device" or "host", of one attention module."""
+        if self.config.attention_output == "device":
+            # All that there is where classes are patched (`upipe.attention`), whose modules have no number.
+            return "device"
         index, layers = attention._upipe_layer
         return "host" if index in host_layers(self.config, layers) else "device"
 
