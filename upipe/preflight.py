@@ -85,7 +85,9 @@ def check_kernel(name: str, case: kernels.Case, ring_degree: int = 1) -> kernels
 
 def check_modes(config, layers: int) -> None:
     """The settings of `apply.UPipeConfig` that say how the block walks its stages, for a model of so many layers."""
-    for name, works in (("attention_output", ("device", "host")), ("dx", ("gemm", "bf16")), ("overlap", (True, False))):
+    for name, works in (
+        ("attention_output", ("device", "host")), ("dx", ("gemm", "bf16")), ("overlap", (True, False)), ("shard_eval", (True, False)),
+    ):
         value = getattr(config, name)
         if value not in works:
             raise PreflightError(f"{name}={value!r}: use one of {works}")
@@ -212,7 +214,7 @@ def check_zigzag(positions: torch.Tensor, offsets: kernels.Offsets, ring_degree:
 
 
 def check_local_shapes(shapes: list[list[int]]) -> None:
-    """[rows, tokens] of every rank's shard of a sequence."""
+    """The shape of every rank's shard of a sequence: rows, tokens."""
     if any(shape != shapes[0] for shape in shapes):
         raise PreflightError(
             f"the ranks of a sequence were given shards of {shapes} rows and tokens: all must be alike; handle.shard pads and cuts them"
