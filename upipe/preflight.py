@@ -214,7 +214,7 @@ def check_zigzag(positions: torch.Tensor, offsets: kernels.Offsets, ring_degree:
 
 
 def check_local_shapes(shapes: list[list[int]]) -> None:
-    """The shape of every rank's shard of a sequence: rows, tokens."""
+    """[rows, tokens] of every rank's shard of a sequence."""
     if any(shape != shapes[0] for shape in shapes):
         raise PreflightError(
             f"the ranks of a sequence were given shards of {shapes} rows and tokens: all must be alike; handle.shard pads and cuts them"
