@@ -164,6 +164,10 @@ def refused():
     (batch,) = handle.shard([batch_of("odd", 0)])
     with pytest.raises(PreflightError, match="sharded for ring_degree=2, this handle has 4"):
         handle.loss(handle.model, batch | {"ring_degree": 2})
+    with pytest.raises(PreflightError, match="no shard has 5 tokens with sp_size=4 .ring 4 x Ulysses 1.: the next have 6"):
+        handle.positions(5)
+    with pytest.raises(PreflightError, match=r"given shards of \[\[1, 6\], \[2, 6\], \[1, 6\], \[2, 6\]\] rows and tokens"):
+        handle.model(input_ids=ids.expand(1 + dist.get_rank() % 2, -1))
     # Without positions they are the ring's own.
     want = [i for part in zigzag.shards(24, 4, 1, dist.get_rank(), 0) for i in part]
     with torch.no_grad():

@@ -186,6 +186,10 @@ def interface(method, sp, ring):
     ids = torch.arange(3, 30)[None]
     (batch,) = handle.shard([{"input_ids": ids, "labels": ids}])
     assert torch.equal(batch["position_ids"], handle.positions(batch["input_ids"].shape[1]))
+    other = handle.mpu.ring_size + 1
+    for of_another in ({"chunk": 16}, {"ring_degree": other}, {"sp_size": sp + 1}):
+        with pytest.raises(PreflightError, match=f"was sharded for {next(iter(of_another))}=.* this handle has"):
+            handle.loss(model, batch | of_another)
     whole = handle.gather(batch["input_ids"])
     assert torch.equal(whole[:, :27], ids) and not whole[:, 27:].any()
     assert torch.equal(handle.gather(batch["position_ids"])[0], torch.arange(whole.shape[1]))
@@ -272,6 +276,8 @@ def refused(method, sp, heads=(8, 2), kind="llama", settings=None, **config_of_m
     ("ring", 2, {"settings": {"attention_output": "host"}}, "only method=upipe walks heads"),
     ("ring", 2, {"settings": {"kernel": "fa2"}}, "use fa4, cudnn, flash, reference"),
     ("ring", 3, {}, "does not divide the world"),
+    ("ring", 2, {"settings": {"attention_output_layers": 1}}, "upipe.attention_output_layers=1 with method=ring"),
+    (2, 2, {}, "method: 2: give one of upipe, ulysses"),
 ], ids=str)
 def test_refusals(worlds, method, sp, more, says):
     for message in worlds(4).run(refused, method=method, sp=sp, **more):

@@ -38,6 +38,7 @@ MODELS = {
     "size that is no number": (llama, {}, {"sp_size": "2"}, "sp_size='2'"),
     "width that is no multiple": (llama, {}, {"sp_size": 2, "heads_per_stage": 3}, "heads_per_stage=3.*4 query heads.*2 ranks.*2, 4"),
     "width beyond the heads": (llama, {}, {"sp_size": 4, "heads_per_stage": 8}, "heads_per_stage=8.*use one of 4"),
+    "mode that is no mode": (llama, {}, {"shard_eval": "no"}, "shard_eval='no': use one of .True, False."),
     "unknown kernel": (llama, {}, {"kernel": "fastest"}, "kernel='fastest'.*flash.*reference"),
     "unknown architecture": (gpt2, {}, {}, "GPT2LMHeadModel.*GPT2Attention.*LlamaAttention"),
     "other projection": (with_other_linear, {}, {}, "layers.1.self_attn.k_proj.*OtherLinear.*torch.nn.Linear"),

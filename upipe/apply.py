@@ -94,7 +94,12 @@ def host_layers(config: UPipeConfig, layers: int) -> frozenset[int]:
 
 
 class Sharding:
-    """What the patched modules of one handle share: groups, settings, kernels chosen, document boundaries."""
+    """What the patched modules of one handle share: groups, settings, kernels chosen, document boundaries.
+
+    chunk: tokens of a chunk, where a sequence is shared in chunks (`methods.apply.MethodSharding`).
+    """
+
+    chunk: int | None = None
 
     def __init__(self, config: UPipeConfig, groups: SequenceParallelGroups) -> None:
         self.config, self.groups, self.closed = config, groups, False
@@ -152,6 +157,9 @@ class Sharding:
 
     def attention_output(self, attention: nn.Module) -> str:
         """ "device" or "host", of one attention module."""
+        if self.config.attention_output == "device":
+            # All that there is where classes are patched (`upipe.attention`), whose modules have no number.
+            return "device"
         index, layers = attention._upipe_layer
         return "host" if index in host_layers(self.config, layers) else "device"
 
@@ -171,7 +179,7 @@ class Sharding:
         version = None if position_ids.is_inference() else position_ids._version
         known = self._offsets.get(position_ids)
         if known is None or known[0] != version:
-            whole = self._gather(position_ids)
+            whole = self._gather(position_ids, batch)
             offsets = document_offsets(whole)
             if self.groups.ring_size > 1 and offsets is not None:
                 preflight.check_zigzag(whole, offsets, self.groups.ring_size)
@@ -193,13 +201,15 @@ class Sharding:
             if have.dtype != right.dtype or have.is_meta:
                 setattr(rotary, name, right.to(torch.get_default_device() if have.is_meta else have.device))
 
-    def _gather(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def _gather(self, position_ids: torch.Tensor, batch: int) -> torch.Tensor:
         if self.config.sp_size == 1:
             return position_ids
-        mine = torch.tensor(position_ids.shape, device=position_ids.device)
+        mine = torch.tensor((batch, *position_ids.shape), device=position_ids.device)
         shapes = [torch.empty_like(mine) for _ in range(self.config.sp_size)]
         dist.all_gather(shapes, mine, group=self.groups.sp_group)
-        preflight.check_local_shapes(torch.stack(shapes).tolist())
+        every = torch.stack(shapes).tolist()
+        preflight.check_local_shapes([[shape[0], shape[-1]] for shape in every])
+        preflight.check_local_shapes([shape[1:] for shape in every])
         return self.join(position_ids)
 
     def join(self, local: torch.Tensor) -> torch.Tensor:
@@ -435,8 +445,11 @@ class Handle:
         return AdaptedLoader(loader, self.mpu)
 
     def positions(self, length: int) -> torch.Tensor:
-        """[1, L] positions in the padded sequence of this rank's `length` tokens."""
-        return self._sharding.local_positions(length, self.device)
+        """[1, L] positions in the padded sequence of this rank's `length` tokens. Raises PreflightError where no shard has so many."""
+        made = self._sharding.local_positions(length, self.device)
+        if made.shape[1] != length:
+            raise PreflightError(f"no shard has {length} tokens with sp_size={self.mesh}: the next have {made.shape[1]}; handle.shard pads")
+        return made
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The shards [B, L, ...] of a sequence's ranks as the whole padded one in its order, [B, S, ...]; collective, no autograd."""
@@ -480,11 +493,10 @@ class Handle:
             raise PreflightError(
                 f"the batch was sharded for sp_size={batch['sp_size']}, this handle has {self.sp_size}: shard it with this handle"
             )
-        ring = 1 if batch is None else batch.get("ring_degree", 1)
-        if batch is not None and ring != self.mpu.ring_size:
-            raise PreflightError(
-                f"the batch was sharded for ring_degree={ring}, this handle has {self.mpu.ring_size}: shard it with this handle"
-            )
+        for name, have, default in (("ring_degree", self.mpu.ring_size, 1), ("chunk", self._sharding.chunk, None)):
+            given = have if batch is None else batch.get(name, default)
+            if given != have:
+                raise PreflightError(f"the batch was sharded for {name}={given}, this handle has {have}: shard it with this handle")
         self._check_model(engine)
         if not hasattr(engine, "zero_optimization_stage"):
             if isinstance(engine, (DistributedDataParallel, FSDPModule)) and id(engine) not in self._checked:

@@ -139,11 +139,12 @@ class ShardedLoader:
 
     It reads one accumulation window ahead and exchanges, once a window, how many valid tokens each rank has and a
     checksum of its batches. Each yielded batch has input_ids, position_ids, shift_labels [B, L] on `device`,
-    num_valid (0-d int64: valid tokens of the window over all ranks), accumulation, sp_size and ring_degree (int). Iteration ends on
-    every rank when one of them has no whole window left; what is left over is dropped with a warning.
+    num_valid (0-d int64: valid tokens of the window over all ranks), accumulation, sp_size and ring_degree (int), and chunk (int or
+    None). Iteration ends on every rank when one of them has no whole window left; what is left over is dropped with a warning.
 
     Args:
         cut: this rank's shard of a prepared batch, called as `shard_batch`.
+        chunk: tokens of a chunk, where that cuts chunks (`methods.layouts.Chunked`).
 
     Raises:
         PreflightError: ranks of a sequence-parallel group were given different batches, or a batch is refused.
@@ -152,11 +153,12 @@ class ShardedLoader:
     def __init__(
         self, loader: Iterable[dict], groups: SequenceParallelGroups, device: torch.device, accumulation: int = 1,
         vocabulary: int | None = None, cut: Callable[[dict[str, torch.Tensor], int, int, int], dict[str, torch.Tensor]] = shard_batch,
+        chunk: int | None = None,
     ) -> None:
         if not isinstance(accumulation, int) or accumulation < 1:
             raise PreflightError(f"accumulation={accumulation!r} must be a positive integer")
         self.loader, self.groups, self.device, self.accumulation = loader, groups, device, accumulation
-        self.vocabulary, self.cut = vocabulary, cut
+        self.vocabulary, self.cut, self.chunk = vocabulary, cut, chunk
 
     def __len__(self) -> int:
         return len(self.loader) // self.accumulation * self.accumulation
@@ -187,7 +189,7 @@ class ShardedLoader:
                 local = {key: value.to(self.device, non_blocking=True) for key, value in local.items()}
                 yield {
                     **local, "num_valid": num_valid, "accumulation": self.accumulation, "sp_size": self.groups.sp_size,
-                    "ring_degree": self.groups.ring_size,
+                    "ring_degree": self.groups.ring_size, "chunk": self.chunk,
                 }
 
     def _exchange(self, window: list[dict], whole: bool, problem: Exception | None) -> int | None:

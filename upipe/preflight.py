@@ -85,7 +85,9 @@ def check_kernel(name: str, case: kernels.Case, ring_degree: int = 1) -> kernels
 
 def check_modes(config, layers: int) -> None:
     """The settings of `apply.UPipeConfig` that say how the block walks its stages, for a model of so many layers."""
-    for name, works in (("attention_output", ("device", "host")), ("dx", ("gemm", "bf16")), ("overlap", (True, False))):
+    for name, works in (
+        ("attention_output", ("device", "host")), ("dx", ("gemm", "bf16")), ("overlap", (True, False)), ("shard_eval", (True, False)),
+    ):
         value = getattr(config, name)
         if value not in works:
             raise PreflightError(f"{name}={value!r}: use one of {works}")

@@ -38,6 +38,7 @@ class MethodSharding(Sharding):
     def __init__(self, config: UPipeConfig, groups: SequenceParallelGroups, method: MethodConfig, layers: int) -> None:
         super().__init__(config, groups)
         self.method, self.layout, self.layers = method, method.layout(config.sp_size), layers
+        self.chunk = self.layout.chunk if isinstance(self.layout, Chunked) else None
         self._wrapped: dict[tuple[int, str], tuple[Kernel, Kernel]] = {}
         self._heads: dict[tuple[int, int], core.Heads] = {}
         self._streams: Streams | None = None
@@ -196,7 +197,9 @@ class MethodHandle(Handle):
 
     def shard(self, loader: Iterable[dict], accumulation: int = 1) -> ShardedLoader:
         self._check_open()
-        return ShardedLoader(loader, self.mpu, self.device, accumulation, preflight.vocabulary(self.model), self._sharding.shard_batch)
+        sharding = self._sharding
+        vocabulary = preflight.vocabulary(self.model)
+        return ShardedLoader(loader, self.mpu, self.device, accumulation, vocabulary, sharding.shard_batch, sharding.chunk)
 
     def moved(self) -> dict[str, int]:
         """Bytes that attention copied to the host and back since the last call of this, and held there at most (fpdt)."""

@@ -93,6 +93,8 @@ class MethodConfig:
 
 def of(method: MethodConfig | str) -> MethodConfig:
     """Settings from a name; settings as they are. Raises ValueError."""
+    if not isinstance(method, (str, MethodConfig)):
+        raise ValueError(f"{method!r}: give one of {', '.join(NAMES)}, or upipe.methods.MethodConfig(...)")
     return MethodConfig(method) if isinstance(method, str) else method
 
 
@@ -132,7 +134,7 @@ def check_stages(method: MethodConfig, upipe: Any) -> None:
     if method.name == "upipe":
         return
     default = type(upipe)()
-    for field in ("heads_per_stage", "attention_output", "overlap", "dx"):
+    for field in ("heads_per_stage", "attention_output", "attention_output_layers", "overlap", "dx"):
         value, plain = getattr(upipe, field), getattr(default, field)
         if value != plain:
             raise ValueError(
