@@ -254,6 +254,23 @@ def test_bytes_sent(worlds, method, kv_heads):
 # Refusals
 
 
+def mixed_dtypes(method):
+    model = tiny_model("llama", 4, 2)
+    model.model.layers[0].self_attn.k_proj.to(torch.bfloat16)
+    handle = apply_method(model, method, upipe.UPipeConfig(2))
+    try:
+        (batch,) = handle.shard([{"input_ids": torch.arange(8)[None] % 7}])
+        with pytest.raises(TypeError, match="float32 but k_proj.weight is torch.bfloat16"):
+            handle.loss(model, batch)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring", "fpdt"])
+def test_mixed_dtypes_are_refused_by_name(worlds, method):
+    worlds(2).run(mixed_dtypes, method=method)
+
+
 def refused(method, sp, heads=(8, 2), kind="llama", settings=None, **config_of_model):
     model = tiny_model(kind, *heads, **config_of_model)
     classes = [type(m) for m in model.modules()]

@@ -40,6 +40,7 @@ from torch.nn.functional import linear
 from upipe import host, workspace
 from upipe.comm import exchange
 from upipe.kernels import Kernel, Offsets
+from upipe.preflight import check_one_dtype
 from upipe.rotary import finish_heads, unfinish_heads
 from upipe.schedule import HeadSchedule
 from upipe.workspace import Buffer
@@ -216,11 +217,7 @@ def attention_block(
     Raises:
         TypeError: x and a weight differ in dtype.
     """
-    for name, w in vars(weights).items():
-        if w is not None and w.dtype != x.dtype:
-            raise TypeError(
-                f"hidden states are {x.dtype} but {name} is {w.dtype}: cast the model to one dtype (autocast is not supported)"
-            )
+    check_one_dtype(x.dtype, vars(weights))
     return _AttentionBlock.apply(spec, torch.is_grad_enabled(), cos, sin, x, *vars(weights).values())
 
 

@@ -248,6 +248,15 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise PreflightError("fp16 is not tested under sequence parallelism: use bf16 or fp32")
 
 
+def check_one_dtype(dtype: torch.dtype, weights: dict[str, torch.Tensor | None]) -> None:
+    """Weights of an attention module, by name, against its hidden states. Raises TypeError."""
+    for name, weight in weights.items():
+        if weight is not None and weight.dtype != dtype:
+            raise TypeError(
+                f"hidden states are {dtype} but {name} is {weight.dtype}: cast the model to one dtype (autocast is not supported)"
+            )
+
+
 def find_attention(model: nn.Module) -> list[tuple[str, nn.Module, models.Architecture]]:
     """The attention modules of a model; refuses a model that has none or has others, or recurrent layers, beside them."""
     recurrent = sorted({type(module).__name__ for module in model.modules() if models.is_recurrent(module)})

@@ -167,6 +167,7 @@ def attention_forward(plain, architecture: models.Architecture):
             return plain(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
         refuse_inputs(attention_mask, args, kwargs)
         preflight.check_dtype(hidden_states.dtype)
+        preflight.check_one_dtype(hidden_states.dtype, dict(self.named_parameters()))
         preflight.check_autocast(hidden_states.device.type)
         cos, sin = architecture.angles(position_embeddings)
         out = sharding.attend(self, architecture, hidden_states, cos, sin, kwargs.get("position_ids"))
