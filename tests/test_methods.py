@@ -259,7 +259,8 @@ def mixed_dtypes(method):
     model.model.layers[0].self_attn.k_proj.to(torch.bfloat16)
     handle = apply_method(model, method, upipe.UPipeConfig(2))
     try:
-        (batch,) = handle.shard([{"input_ids": torch.arange(8)[None] % 7}])
+        ids = torch.arange(8)[None] % 7
+        (batch,) = handle.shard([{"input_ids": ids, "labels": ids}])
         with pytest.raises(TypeError, match="float32 but k_proj.weight is torch.bfloat16"):
             handle.loss(model, batch)
     finally:
