@@ -19,7 +19,7 @@ from upipe.config import ConfigError, load, parse_length, to_mapping
 from upipe.launch import launch, slurm_environment
 from upipe.preflight import PreflightError
 from upipe.presets import preset_shapes
-from upipe.trainer import Interrupted, RunConfig, Trainer
+from upipe.trainer import Interrupted, RunConfig, Trainer, save_config, signals
 
 INTERRUPTED = 75
 _EXAMPLES = """examples:
@@ -123,6 +123,10 @@ def _parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="end by comparing loss and every gradient with the unsharded model"
     )
 
+    train.add_argument(
+        "--save-config", metavar="FILE", help="write the configuration, with the overrides and with paths made absolute, and stop"
+    )
+
     planned = commands.add_parser(
         "plan",
         help="say whether a run fits, what binds, and how long a step takes, before it runs and without a GPU",
@@ -158,6 +162,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    if arguments.save_config is not None:
+        save_config(load(RunConfig, arguments.config, arguments.overrides), arguments.save_config)
+        return 0
     return run(
         arguments.config,
         arguments.overrides,
@@ -225,13 +232,15 @@ def run(config: str, overrides: list[str], *, nproc: int | None, check: bool, dr
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     trainer = None
     try:
-        trainer = Trainer(parsed, resume=resume, dry_run=dry_run)
-        if trainer.is_main:
-            print(trainer.describe(), flush=True)
-        if dry_run:
-            return 0
-        started = time.perf_counter()
-        losses = trainer.fit()
+        # From here on, so that a signal while a large model is built and loaded does not look like a failure.
+        with signals() as caught:
+            trainer = Trainer(parsed, resume=resume, dry_run=dry_run)
+            if trainer.is_main:
+                print(trainer.describe(), flush=True)
+            if dry_run:
+                return 0
+            started = time.perf_counter()
+            losses = trainer.fit(caught)
         if trainer.is_main:
             print(_summary(trainer, losses, time.perf_counter() - started), flush=True)
         if not check:

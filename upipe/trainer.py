@@ -32,7 +32,7 @@ from upipe.apply import UPipeConfig
 from upipe.build import ModelConfig, build_model, build_partitioned_model, longest_served, model_sizes, wants_zero_init
 from upipe.check import CheckResult, self_check
 from upipe.comm import init_distributed, node_ranks
-from upipe.config import ConfigError, to_mapping
+from upipe.config import ConfigError, load, to_mapping
 from upipe.data import DataConfig, EpochBatches, EvaluationBatches, build_data, build_tokenizer, stack
 from upipe.environment import host_gib
 from upipe.loss import LossTerms
@@ -192,15 +192,22 @@ class Trainer:
         if self.checkpoint is not None:
             checkpoint.load(self.checkpoint, self.engine)
 
-    def fit(self) -> list[float]:
+    def fit(self, caught: list[int] | None = None) -> list[float]:
         """Train; returns the loss of every step done here (the mean over its tokens, over all ranks).
 
+        Args:
+            caught: the list of `signals()`, where they were caught since before the model was built.
+
         Raises FloatingPointError, with the step, where the loss is not finite, and Interrupted where SIGTERM or SIGUSR1
-        came: the step in hand is finished and a checkpoint written first.
+        came: the step in hand is finished and a checkpoint written first, or, before the first step, nothing is.
         """
         train = self.config.train
+        caught = [] if caught is None else caught
         if self.engine is None:
             self.build_engine()
+        told = self._agree(caught)
+        if told and self.start < train.steps:
+            raise Interrupted(f"ended by {signal.Signals(told).name} before a step was done here; no checkpoint was written")
         metrics = self._open_run_dir()
         interval = 0.5 if sys.stderr.isatty() else 10.0
         bar = tqdm(
@@ -212,7 +219,7 @@ class Trainer:
         profiled = min(self.start + 1, train.steps - 1)
         profile = StepProfile(train.profile, self.engine, Path(train.run_dir) / "profile", step=profiled, rank=dist.get_rank())
         with (
-            _signals() as caught, closing(bar), nullcontext() if metrics is None else closing(metrics), self._told_if_it_fails(profile)
+            signals(caught), closing(bar), nullcontext() if metrics is None else closing(metrics), self._told_if_it_fails(profile)
         ):
             for batch in self.handle.shard(self.batches, accumulation=train.accumulation):
                 step = self.start + len(losses)
@@ -408,10 +415,21 @@ class Trainer:
         return Metrics(folder, start=self.start, tensorboard=train.tensorboard, wandb=train.wandb, config=mapping)
 
 
+def save_config(config: RunConfig, path: str | Path) -> None:
+    """Write a configuration as a YAML file that is read as the same one. Raises ConfigError where it cannot be."""
+    try:
+        Path(path).write_text(yaml.safe_dump(_plain(to_mapping(config)), sort_keys=False))
+    except OSError as error:
+        raise ConfigError(f"--save-config {path}: {error.strerror}") from error
+    if load(RunConfig, path) != config:
+        raise ConfigError(f"--save-config {path}: what was written is read as another configuration")
+
+
 @contextmanager
-def _signals():
-    """A list to which the numbers of SIGTERM and SIGUSR1 are added as they come, in place of their usual effect."""
-    caught: list[int] = []
+def signals(caught: list[int] | None = None):
+    """A list (`caught`, or a new one) to which the numbers of SIGTERM and SIGUSR1 are added as they come, in place of their
+    usual effect."""
+    caught = [] if caught is None else caught
     numbers = (signal.SIGTERM, signal.SIGUSR1)
     before = [signal.signal(number, lambda got, _: caught.append(got)) for number in numbers]
     try:

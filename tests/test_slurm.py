@@ -1,0 +1,86 @@
+"""The batch scripts: as text, and on a real Slurm of two nodes on this machine, on the CPU."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import slurm_cluster
+from upipe.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    missing = slurm_cluster.missing()
+    if missing:
+        pytest.skip(f"a Slurm cluster on this machine needs {', '.join(missing)} (Debian: slurm-wlm, munge)")
+    with slurm_cluster.Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def cpu():
+    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def submit(cluster, folder, script, *arguments, **options):
+    """Submit a script; returns the job's number."""
+    given = {"gpus_per_node": 0, "cpus_per_task": 1, "mem": "1500M", "chdir": folder} | options
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    settings = {
+        "UPIPE_ROOT": ROOT, "UPIPE_PYTHON": sys.executable, "UPIPE_RUNS": folder, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"
+    }  # fmt: skip
+    kept = cluster.environment
+    cluster.environment = kept | {name: str(value) for name, value in settings.items()}
+    try:
+        return cluster.run("sbatch", "--parsable", *words, ROOT / "slurm" / script, *arguments).strip()
+    finally:
+        cluster.environment = kept
+
+
+def test_shellcheck():
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    scripts = [*SCRIPTS, *(ROOT / "slurm").glob("*.sh")]
+    done = subprocess.run(["shellcheck", "-x", *map(str, scripts)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+def test_smoke_is_signalled_requeued_and_resumed(cluster, tmp_path):
+    settings = ["train.steps=12", "data.tokens=128"]
+    job = submit(cluster, tmp_path, "smoke.sbatch", *settings)
+    run, out = tmp_path / f"smoke-{job}", tmp_path / f"smoke-{job}.out"
+
+    def steps():
+        return len(read_metrics(run / "run")) if (run / "run" / "metrics.jsonl").exists() else 0
+
+    def state(name):
+        found = cluster.job(job)
+        assert found["JobState"] not in ("FAILED", "CANCELLED"), out.read_text()
+        return found["JobState"] == name
+
+    cluster.wait(lambda: steps() >= 3 or state("FAILED"), 200, "the third step")
+    cluster.run("scancel", "--batch", "--signal=USR1", job)
+    cluster.wait(lambda: int(cluster.job(job)["Restarts"]) == 1, 100, "the requeue")
+    saved = list((run / "run" / "checkpoints").glob("step_*/DONE"))
+    assert len(saved) == 1
+    cluster.wait(lambda: state("COMPLETED"), 300, "the end")
+    told = out.read_text()
+    step = int(saved[0].parent.name.removeprefix("step_"))
+    assert f"ended by SIGUSR1 after step {step} of 12" in told and f"after {step} steps" in told, told
+    assert "ranks   2 = sp 2 (ring 2 x Ulysses 1) x dp 1" in told
+    records = read_metrics(run / "run")
+    assert [r["step"] for r in records] == list(range(12))
+    # The record is that of a run that nobody interrupted, bit for bit.
+    words = ["-m", "upipe.cli", "train", str(run / "config.yaml"), f"train.run_dir={tmp_path / 'whole'}", "--nproc", "2"]
+    subprocess.run([sys.executable, *words], cwd=ROOT, env=cpu(), check=True, timeout=300)
+    assert [r["loss"] for r in records] == [r["loss"] for r in read_metrics(tmp_path / "whole")]
+    attempts = (run / "attempts.txt").read_text()
+    assert re.findall(r"^attempt (\d), ", attempts, re.M) == ["0", "1"]
