@@ -8,6 +8,10 @@
       - {method: upipe, upipe.heads_per_stage: 2}
     grid:                            # every combination
       tokens: [128K, 256K]
+    hardware: {gpus: 8xH100-80GB, nodes: 1, host_gib: 1945}   # what the planner predicts the points for
+    like: NAME                       # start from another experiment's file: mappings are merged, all else replaced, null removes
+    variants:                        # by name, merged in the same way; NAME-VARIANT is an experiment with its own records
+      cpu: {common: {device: cpu, processes: 2}}
 
 Settings are those of the kind's `Point` dataclass; sections are nested or dotted (`upipe.heads_per_stage: 2`).
 A kind is a module with
@@ -16,6 +20,7 @@ A kind is a module with
     record(point)         -> Record with what is known before it runs
     verdict(point)        -> "ok", or why it would be refused; without a GPU or processes
     run(point)            -> Record, on every rank of a launched world; that of rank 0 is kept, outcome "ok"
+    predict(point, machine)    optional: -> dict, what the planner says of it on a `plan.Machine`, for the record's `predicted`
 """
 
 from __future__ import annotations
@@ -30,10 +35,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from upipe.config import ConfigError, from_mapping, load
+from upipe import config
+from upipe.config import ConfigError, from_mapping
 from upipe.records import format_tokens, parse_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Hardware:
+    """GPUs of one node, as `upipe plan --gpus` takes them, how many nodes, and the host memory of each in GiB."""
+
+    gpus: str
+    nodes: int = 1
+    host_gib: float = 1945.0
 
 
 @dataclass
@@ -46,6 +61,9 @@ class Experiment:
     common: dict = field(default_factory=dict)
     points: list[dict] = field(default_factory=lambda: [{}])
     grid: dict = field(default_factory=dict)
+    hardware: Hardware | None = None
+    like: str | None = None
+    variants: dict = field(default_factory=dict)
 
     def __post_init__(self):
         for name, values in self.grid.items():
@@ -68,22 +86,64 @@ class PointSpec:
     label: str
 
 
-def path_of(name: str) -> Path:
-    """The file of the experiment called `name`, or `name` itself where it is the path of a YAML file."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else ROOT / "experiments" / f"{name}.yaml"
-    if not path.is_file():
-        raise ConfigError(f"no experiment {name!r} ({path} is not there); there are: {', '.join(names())}")
-    return path.resolve()
+def find(name: str) -> tuple[Path, str | None]:
+    """The file and the variant of the experiment called `name`: NAME, NAME-VARIANT, FILE.yaml or FILE.yaml:VARIANT."""
+    folder = ROOT / "experiments"
+    file, _, variant = name.partition(":")
+    if file.endswith((".yaml", ".yml")):
+        tried = [(Path(file), variant or None)]
+    else:
+        base, _, variant = name.rpartition("-")
+        tried = [(folder / f"{name}.yaml", None), (folder / f"{base}.yaml", variant)]
+    for path, variant in tried:
+        if path.is_file() and (variant is None or variant in read(path).variants):
+            return path.resolve(), variant
+    raise ConfigError(f"no experiment {name!r} ({tried[0][0]} is not there); there are: {', '.join(names())}")
+
+
+def name_of(path: Path, variant: str | None) -> str:
+    """What an experiment and its file of records are called."""
+    return path.stem if variant is None else f"{path.stem}-{variant}"
 
 
 def names() -> list[str]:
-    """The experiments of the repository."""
-    return sorted(path.stem for path in (ROOT / "experiments").glob("*.yaml"))
+    """The experiments of the repository, variants among them."""
+    files = sorted((ROOT / "experiments").glob("*.yaml"))
+    return [name_of(path, variant) for path in files for variant in (None, *read(path).variants)]
 
 
-def read(path: Path) -> Experiment:
-    """The experiment in a file. Raises ConfigError."""
-    return load(Experiment, path)
+def read(path: Path, variant: str | None = None) -> Experiment:
+    """The experiment in a file, or a variant of it. Raises ConfigError."""
+    mapping = _mapping(path, ())
+    if variant is not None:
+        from_mapping(Experiment, mapping, folder=path.parent)
+        mapping = merged(mapping, mapping["variants"][variant])
+    return from_mapping(Experiment, mapping, folder=path.parent)
+
+
+def _mapping(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """An experiment's file over the one that it is like."""
+    own = config.read(path)
+    if "like" not in own:
+        return own
+    base = path.with_name(f"{own['like']}.yaml")
+    if base in (*seen, path) or not base.is_file():
+        raise ConfigError(f"{path}: like: {own['like']}: {'it is like itself' if base.is_file() else f'{base} is not there'}")
+    return merged(_mapping(base, (*seen, path)), own)
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Nested mappings over each other, as a copy: a mapping is merged, null removes, anything else replaces."""
+    result = copy.deepcopy(base)
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            old = result.get(name)
+            result[name] = merged(old if isinstance(old, dict) else {}, value)
+        elif value is None:
+            result.pop(name, None)
+        else:
+            result[name] = copy.deepcopy(value)
+    return result
 
 
 def kind_of(name: str) -> Any:
@@ -153,8 +213,7 @@ def select(specs: Iterable[PointSpec], methods: list[str] | None, tokens: list[s
             shown = [format_tokens(v) if isinstance(v, int) else v for v in dict.fromkeys(have)]
             raise ConfigError(f"{option} {' '.join(map(str, unknown))}: no such point; there are {', '.join(shown)}")
     return [
-        spec for spec in specs
-        if (methods is None or spec.point.method in methods) and (lengths is None or spec.point.tokens in lengths)
+        spec for spec in specs if (methods is None or spec.point.method in methods) and (lengths is None or spec.point.tokens in lengths)
     ]
 
 

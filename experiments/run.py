@@ -4,16 +4,18 @@
     python -m experiments.run NAME                            run every point
     python -m experiments.run NAME --tokens 128K --dry-run    what would run
     python -m experiments.run NAME --resume                   run the points that have no record yet
+    python -m experiments.run NAME-2gpu                       a variant
 
 A point ends in one of seven ways, and its record says which and why: ok; oom_device, oom_pinned, oom_host, refused or
 failed, by the exception that its rank caught (see upipe/outcomes.py) or, where a rank was killed, by what the kernel
 reports; timeout, where this runner stopped it. A runner that is killed takes its point with it; that point has no record
-and is run again by --resume.
+and is run again by --resume. So it is where SIGTERM or SIGUSR1 ends the runner.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
@@ -22,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from experiments.processes import kill_tree
 from upipe import records
 from upipe.config import ConfigError
 from upipe.environment import code, environment
+from upipe.plan import Machine
 from upipe.records import Record, RecordError
 
 RESULTS = ROOT / "experiments" / "results"
@@ -56,11 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.name is None:
             return _list()
-        path = points.path_of(options.name)
-        experiment = points.read(path)
+        path, variant = points.find(options.name)
+        experiment = points.read(path, variant)
         specs = points.select(points.expand(experiment, path.parent), options.method, options.tokens)
         command = "python -m experiments.run " + shlex.join(sys.argv[1:] if arguments is None else arguments)
-        sweep = Sweep(path, experiment, command, options)
+        sweep = Sweep(path, points.name_of(path, variant), experiment, command, options)
+        if options.skip_unfit:
+            specs = [spec for spec in specs if sweep.may_fit(spec)]
         if options.dry_run:
             return sweep.describe(specs)
         return sweep.run(specs)
@@ -79,10 +84,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("name", nargs="?", metavar="NAME", help="an experiment, or a YAML file; without it: list them")
     parser.add_argument("--method", nargs="+", metavar="M", help="only the points of these methods")
     parser.add_argument("--tokens", nargs="+", metavar="N", help="only the points of these lengths (131072, 128K, 1M)")
-    parser.add_argument("--dry-run", action="store_true", help="list the points and run nothing")
+    parser.add_argument("--dry-run", action="store_true", help="list the points and the planner's verdicts, and run nothing")
+    parser.add_argument("--skip-unfit", action="store_true", help="leave out points that the planner says do not fit")
+    parser.add_argument(
+        "--launcher", choices=["torchrun", "srun"], default="torchrun",
+        help="srun: ranks on all nodes of this Slurm job; the checkout, --logs and --results are on a file system of all of them",
+    )  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="leave out points that have a record for the same settings")
     parser.add_argument(
-        "--retry", nargs="+", default=[], choices=[o for o in records.OUTCOMES if o != "ok"], metavar="OUTCOME",
+        "--retry",
+        nargs="+",
+        default=[],
+        choices=[o for o in records.OUTCOMES if o != "ok"],
+        metavar="OUTCOME",
         help="with --resume, run points again whose last record ended so (e.g. timeout failed)",
     )
     parser.add_argument("--results", default=str(RESULTS), metavar="DIR", help="where NAME.jsonl is (default: experiments/results)")
@@ -95,16 +109,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _list() -> int:
     for name in points.names():
-        experiment = points.read(points.path_of(name))
-        print(f"{name:32} {experiment.about}")
+        print(f"{name:32} {points.read(*points.find(name)).about}")
     return 0
 
 
 class Sweep:
     """One run of the runner: a run_id, an experiment, and where its records and logs go."""
 
-    def __init__(self, path: Path, experiment: Experiment, command: str, options: argparse.Namespace):
-        self.path, self.experiment, self.name = path, experiment, path.stem
+    def __init__(self, path: Path, name: str, experiment: Experiment, command: str, options: argparse.Namespace):
+        self.path, self.experiment, self.name = path, experiment, name
         self.command, self.options = command, options
         self.kind = points.kind_of(experiment.kind)
         self.timeout_s = experiment.timeout_s if options.timeout is None else options.timeout
@@ -117,12 +130,48 @@ class Sweep:
         """Print the points, whether each would be refused and, with --resume, which are done."""
         done = self._done()
         print(f"{self.name}: {self.experiment.about}")
+        if not specs:
+            print("no points")
+            return 0
         width = max(len(spec.label) for spec in specs)
         for spec in specs:
-            state = "has a record" if spec.key in done else self.kind.verdict(spec.point)
-            print(f"  {spec.key}  {spec.label:{width}}  {spec.point.processes} x {spec.point.device}  {state}")
+            state = "has a record" if spec.key in done else self._state(spec)
+            print(f"  {spec.key}  {spec.label:{width}}  {spec.point.processes} x {spec.point.device}  {state}", flush=True)
+        if self.experiment.hardware is not None and hasattr(self.kind, "predict"):
+            print(f"predicted for {self._machine(max(specs, key=lambda s: s.point.processes))}")
         print(f"{len(specs)} points, at most {self.timeout_s:g} s each")
         return 0
+
+    def may_fit(self, spec: PointSpec) -> bool:
+        """False where the planner says that it does not."""
+        return (self._predicted(spec) or {}).get("fits") is not False
+
+    def _state(self, spec: PointSpec) -> str:
+        verdict, found = self.kind.verdict(spec.point), self._predicted(spec)
+        if verdict != "ok" or found is None:
+            return verdict
+        if "declined" in found:
+            return f"not predicted: {found['declined'].partition('; ')[0]}"
+        text = "device {device_gib:.1f} of {device_usable_gib:g} GiB, host {host_gib:.0f} of {host_usable_gib:g}".format(**found)
+        rate = f"{found['time_s']:.4g} s a step, {found['tokens_per_s_per_gpu']:.4g} tokens/s/GPU"
+        return f"fits: {text}, {rate}" if found["fits"] else f"does not fit, {found['limit']} memory runs out: {text}"
+
+    def _machine(self, spec: PointSpec) -> Machine:
+        """The experiment's hardware, as many of its GPUs as the point uses."""
+        hardware, processes = self.experiment.hardware, spec.point.processes
+        host = hardware.host_gib if self.options.host_gib is None else self.options.host_gib
+        whole = Machine.parse(hardware.gpus, hardware.nodes, host)
+        if processes <= whole.per_node:
+            return replace(whole, per_node=processes, nodes=1)
+        if processes % whole.per_node:
+            raise ConfigError(f"hardware.gpus={hardware.gpus!r}: {processes} processes are no whole number of such nodes")
+        return replace(whole, nodes=processes // whole.per_node)
+
+    def _predicted(self, spec: PointSpec) -> dict[str, Any] | None:
+        """What the planner says of a point on the experiment's hardware; None where there is none or the kind is not planned."""
+        if self.experiment.hardware is None or not hasattr(self.kind, "predict"):
+            return None
+        return self.kind.predict(spec.point, self._machine(spec))
 
     def run(self, specs: list[PointSpec]) -> int:
         """Run the points, append their records, print the table."""
@@ -132,11 +181,13 @@ class Sweep:
         self._check_gpus(left)
         if len(left) < len(specs):
             print(f"{len(specs) - len(left)} of {len(specs)} points have a record; {len(left)} to run", flush=True)
-        before = signal.signal(signal.SIGTERM, _interrupt)
+        numbers = (signal.SIGTERM, signal.SIGUSR1)
+        before = [signal.signal(number, _interrupt) for number in numbers]
         try:
             made = self._points(left)
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in zip(numbers, before):
+                signal.signal(number, handler)
         keys = {spec.key for spec in specs}
         print(table.render([r for r in records.load(self._file()) if r.get("point") in keys]))
         print(f"{len(made)} records appended to {self._file()}")
@@ -161,8 +212,11 @@ class Sweep:
         folder.mkdir(parents=True)
         gpus = spec.point.processes if spec.point.device == "cuda" else 0
         task = {
-            "kind": self.experiment.kind, "settings": spec.settings, "folder": str(self.path.parent),
-            "processes": spec.point.processes, "gpus": gpus,
+            "kind": self.experiment.kind,
+            "settings": spec.settings,
+            "folder": str(self.path.parent),
+            "processes": spec.point.processes,
+            "gpus": gpus,
         }
         (folder / "point.json").write_text(json.dumps(task, indent=1))
         made_with = environment(self.command, self.options.commit, gpus=gpus)
@@ -175,7 +229,7 @@ class Sweep:
         record = record.updated(
             made_with
             | {"run_id": self.run_id, "experiment": self.name, "outcome": ending.outcome, "reason": ending.reason}
-            | {"provenance": "measured", "point": spec.key, "settings": spec.settings}
+            | {"provenance": "measured", "point": spec.key, "settings": spec.settings, "predicted": self._predicted(spec)}
         )
         records.append(record, self.options.results)
         return record, folder
@@ -186,10 +240,15 @@ class Sweep:
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // spec.point.processes)))
         if spec.point.device == "cpu":
             environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-        words = ["-m", "experiments.worker", "launch", str(folder), str(os.getpid())]
+        words = ["-m", "experiments.worker", self.options.launcher, str(folder), str(os.getpid())]
         with open(folder / "log.txt", "w") as log:
             launcher = subprocess.Popen(
-                [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=environ,
+                [sys.executable, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env=environ,
                 start_new_session=True,
             )
             started = time.monotonic()
@@ -202,9 +261,20 @@ class Sweep:
                     time.sleep(_POLL_S)
             finally:
                 if launcher.poll() is None:
-                    kill_tree(launcher.pid)
-                    launcher.wait()
+                    self._stop(launcher)
+        if self.options.launcher == "srun":
+            _await_results(folder, spec.point.processes)
         return read_ending(folder, spec.point.processes)
+
+    def _stop(self, launcher: subprocess.Popen) -> None:
+        if self.options.launcher == "srun":
+            # Its tasks are no children of it: asked, it ends them on every node.
+            launcher.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(timeout=60)
+        if launcher.poll() is None:
+            kill_tree(launcher.pid)
+            launcher.wait()
 
     def _file(self) -> Path:
         return Path(self.options.results) / f"{self.name}.jsonl"
@@ -218,12 +288,24 @@ class Sweep:
         return {key for key, outcome in last.items() if outcome not in self.options.retry}
 
     def _check_gpus(self, specs: list[PointSpec]) -> None:
+        if self.options.launcher == "srun":
+            tasks, needed = int(os.environ.get("SLURM_NTASKS", 0)), max((spec.point.processes for spec in specs), default=0)
+            if tasks < needed:
+                raise ConfigError(f"{self.name} needs {needed} tasks; this Slurm job has {tasks} (sbatch --nodes --ntasks-per-node)")
+            return
         import torch
 
         needed = max((spec.point.processes for spec in specs if spec.point.device == "cuda"), default=0)
         there = torch.cuda.device_count() if needed else 0
         if there < needed:
             raise ConfigError(f"{self.name} needs {needed} GPUs; this machine has {there} (--dry-run lists its points)")
+
+
+def _await_results(folder: Path, processes: int, patience_s: float = 30.0) -> None:
+    """Files that other nodes wrote may be seen here some seconds later."""
+    deadline = time.monotonic() + patience_s
+    while len(list(folder.glob("rank-*.json"))) < processes and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def read_ending(folder: Path, processes: int) -> Ending:

@@ -18,7 +18,7 @@ import yaml
 from tests import training
 from upipe.check import CheckResult, relative_error
 from upipe.cli import INTERRUPTED, main
-from upipe.config import ConfigError, from_mapping
+from upipe.config import ConfigError, from_mapping, load
 from upipe.launch import slurm_environment
 from upipe.metrics import read_metrics
 from upipe.trainer import RunConfig, TrainConfig, Trainer, deepspeed_config, learning_rate
@@ -50,6 +50,15 @@ def environment():
 def run(*arguments, command=(sys.executable, "-m", "upipe.cli")):
     words = [*command, *map(str, arguments)]
     return subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def test_saved_configuration_is_read_as_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["data.tokens=1K", "train.run_dir=here", "upipe.attention_output=device"]
+    assert main(["train", str(ROOT / "configs/llama3_8b_512k.yaml"), *words, "--save-config", "saved.yaml"]) == 0
+    saved, given = load(RunConfig, "saved.yaml"), load(RunConfig, ROOT / "configs/llama3_8b_512k.yaml", words)
+    assert saved == given and Path(saved.data.path).is_absolute() and saved.data.tokens == 1024
+    assert main(["train", str(ROOT / "configs/demo.yaml"), "--save-config", "no/saved.yaml"]) == 2
 
 
 def test_train_with_check(config, tmp_path):

@@ -108,6 +108,12 @@ def test_a_signal_to_one_rank_saves_and_ends_all(worlds, tmp_path):
     assert list(_losses(tmp_path / "run").values()) == whole[0]["losses"]
 
 
+def test_a_signal_before_the_first_step_ends_all_without_a_checkpoint(worlds, tmp_path):
+    told = worlds(2).run(training.told_while_building, config=training.mapping(tmp_path))
+    assert told == ["ended by SIGUSR1 before a step was done here; no checkpoint was written"] * 2
+    assert checkpoint.complete(tmp_path / "run") == []
+
+
 def test_what_may_change_and_what_may_not(worlds, tmp_path):
     config = training.mapping(tmp_path, train__steps=2, train__save_every=2)
     worlds(2).run(training.train, config=config)

@@ -66,7 +66,7 @@ def check_toy(made):
 
 
 def test_toy_point_end_to_end(tmp_path, capsys):
-    experiment = yaml.safe_load(points.path_of("toy-cpu").read_text())
+    experiment = yaml.safe_load(points.find("toy-cpu")[0].read_text())
     experiment["grid"] = {"upipe.heads_per_stage": [4], "tokens": ["1K"]}
     path = tmp_path / "toy-one.yaml"
     path.write_text(yaml.safe_dump(experiment))
@@ -259,7 +259,62 @@ def test_every_experiment_of_the_repository_can_be_listed(capsys):
     listed = capsys.readouterr().out
     for name in points.names():
         assert name in listed
+        path, variant = points.find(name)
+        experiment = points.read(path, variant)
+        specs = points.expand(experiment, path.parent)
+        kind = points.kind_of(experiment.kind)
+        assert [spec.label for spec in specs if kind.verdict(spec.point) != "ok"] == [], name
+    published = [n for n in points.names() if points.find(n)[1] is None and points.read(points.find(n)[0]).hardware is not None]
+    assert len(published) == 7 and {f"{name}-{end}" for name in published for end in ("2gpu", "cpu")} <= set(points.names())
+
+
+@pytest.mark.slow
+def test_every_dry_run_takes_less_than_a_minute_of_a_cpu(capsys):
+    for name in points.names():
+        started = time.process_time()
         assert run.main([name, "--dry-run"]) == 0
+        assert time.process_time() - started < 60, name
+        capsys.readouterr()
+
+
+def test_variants_are_merged_over_what_they_are_like(tmp_path):
+    write(
+        tmp_path, "first", timeout_s=9, common={"seconds": 1, "ending": "error"}, grid={"tokens": ["1K", "2K"]},
+        variants={"cpu": {"common": {"ending": None}, "grid": {"tokens": ["4K"]}}, "other": {"about": "another"}},
+    )
+    second = tmp_path / "second.yaml"
+    second.write_text(yaml.safe_dump({"about": "of it", "like": "first", "common": {"seconds": 2}, "variants": {"other": None}}))
+    path, variant = points.find(f"{second}:cpu")
+    assert points.name_of(path, variant) == "second-cpu"
+    whole, part = points.read(path), points.read(path, variant)
+    assert whole.about == part.about == "of it" and whole.timeout_s == 9 and set(whole.variants) == {"cpu"}
+    assert whole.common == {"seconds": 2, "ending": "error"} and whole.grid == {"tokens": ["1K", "2K"]}
+    assert part.common == {"seconds": 2} and part.grid == {"tokens": ["4K"]}
+    for wrong, message in ((f"{second}:other", "no experiment"), ("u_ablation-3gpu", "no experiment 'u_ablation-3gpu'")):
+        with pytest.raises(ConfigError, match=message):
+            points.find(wrong)
+    for like, message in (("second", "like itself"), ("third", "third.yaml is not there")):
+        second.write_text(yaml.safe_dump({"about": "of it", "like": like}))
+        with pytest.raises(ConfigError, match=message):
+            points.read(second)
+
+
+def test_points_that_the_planner_says_do_not_fit_run_unless_told_otherwise(tmp_path, monkeypatch, capsys):
+    from tests import runner_points
+
+    def predict(point, machine):
+        return {"machine": str(machine), "fits": point.tokens < 2048, "limit": "host", "device_gib": 1.0, "device_usable_gib": 77.0,
+                "host_gib": 9.0, "host_usable_gib": machine.host_gib, "time_s": 1.0, "tokens_per_s_per_gpu": 2.0}  # fmt: skip
+
+    monkeypatch.setattr(runner_points, "predict", predict, raising=False)
+    path = write(tmp_path, common={"processes": 2}, grid={"tokens": ["1K", "2K"]}, hardware={"gpus": "8xH100-80GB", "host_gib": 5.0})
+    assert run.main(arguments(path, tmp_path, "--dry-run")) == 0
+    told = capsys.readouterr().out
+    assert "fits: device 1.0 of 77 GiB" in told and "does not fit, host memory runs out" in told and "2 x H100-80GB, 5 GiB" in told
+    assert run.main(arguments(path, tmp_path)) == 0
+    assert [(r["tokens"], r["outcome"], r["predicted"]["fits"]) for r in results(tmp_path)] == [(1024, "ok", True), (2048, "ok", False)]
+    assert run.main(arguments(path, tmp_path, "--skip-unfit", "--dry-run")) == 0
+    assert "1 points" in capsys.readouterr().out
 
 
 def test_points_are_crossed_with_the_grid(tmp_path):

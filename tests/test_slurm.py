@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments import points
 from tests import slurm_cluster
+from upipe import records
 from upipe.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,3 +86,34 @@ def test_smoke_is_signalled_requeued_and_resumed(cluster, tmp_path):
     assert [r["loss"] for r in records] == [r["loss"] for r in read_metrics(tmp_path / "whole")]
     attempts = (run / "attempts.txt").read_text()
     assert re.findall(r"^attempt (\d), ", attempts, re.M) == ["0", "1"]
+
+
+@pytest.mark.slow
+def test_a_sweep_over_two_nodes(cluster, tmp_path):
+    """A point of the runner with a rank on each node; its record, and the planner's prediction in it."""
+    job = submit(cluster, tmp_path, "experiment.sbatch", "table3_qwen3_32b-cpu", "--method", "upipe", nodes=2, ntasks_per_node=1)
+    out = tmp_path / f"experiment-{job}.out"
+    cluster.wait(lambda: cluster.job(job)["JobState"] in ("COMPLETED", "FAILED"), 300, "the end")
+    assert cluster.job(job)["JobState"] == "COMPLETED", out.read_text()
+    (record,) = records.load(tmp_path / f"experiment-{job}" / "results" / "table3_qwen3_32b-cpu.jsonl")
+    assert (record["outcome"], record["method"], record["ring"], record["sp"], record["dp"]) == ("ok", "upipe", 2, 1, 1)
+    assert record["predicted"]["fits"] and len(record["times_s"]) == 2
+
+
+def test_scripts_differ_in_what_they_ask_for_alone():
+    """Each hands over to the launch file, keeps a time limit, memory and a signal before the limit, and can be requeued."""
+    assert {path.stem for path in SCRIPTS} == {
+        "table3_llama3_8b", "llama3_8b_5m", "table3_qwen3_32b", "multinode_llama3_8b", "train", "experiment", "smoke"
+    }  # fmt: skip
+    for path in SCRIPTS:
+        lines = [line for line in path.read_text().splitlines() if line and not re.match(r"# |#!", line)]
+        asked = {line.removeprefix("#SBATCH --").split("=")[0] for line in lines[:-1]}
+        assert {"nodes", "ntasks-per-node", "gpus-per-node", "mem", "time", "signal", "requeue", "open-mode"} <= asked, path
+        assert lines[-1].startswith('exec bash "${UPIPE_ROOT:-$SLURM_SUBMIT_DIR}/slurm/launch.sh" '), path
+        mode, *what = lines[-1].split('launch.sh" ')[1].split()
+        assert mode in ("train", "experiment") and what[-1] == '"$@"', path
+        if mode == "experiment" and len(what) > 1:
+            assert what[0] in points.names()
+            nodes, tasks = (int(re.search(rf"--{name}=(\d+)", path.read_text())[1]) for name in ("nodes", "ntasks-per-node"))
+            found, variant = points.find(what[0])
+            assert points.read(found, variant).common["processes"] == nodes * tasks

@@ -8,11 +8,16 @@ import torch
 from experiments import points, train_point
 from upipe import records
 from upipe.config import ConfigError, from_mapping
+from upipe.plan import Machine
 
 SETTINGS = {
-    "model_name": "llama-toy", "device": "cpu", "processes": 2, "tokens": 1024,
+    "model_name": "llama-toy",
+    "device": "cpu",
+    "processes": 2,
+    "tokens": 1024,
     "model": {"hidden_size": 64, "layers": 2, "heads": 8, "kv_heads": 2, "intermediate_size": 128, "vocab_size": 256},
-    "train": {"steps": 3, "dtype": "fp32"}, "upipe": {"sp_size": 2},
+    "train": {"steps": 3, "dtype": "fp32"},
+    "upipe": {"sp_size": 2},
 }
 
 
@@ -28,8 +33,8 @@ def test_record_says_what_is_known_before():
 
 
 def test_published_shape_of_the_gpu_experiment():
-    path = points.path_of("llama3_8b_4layers-2gpu")
-    (spec,) = points.expand(points.read(path), path.parent)
+    path, variant = points.find("llama3_8b_4layers-2gpu")
+    (spec,) = points.expand(points.read(path, variant), path.parent)
     record = train_point.record(spec.point)
     assert (record.layers, record.tokens, record.sp, record.extra["hidden_size"]) == (4, 131072, 2, 4096)
     # u of Llama3-8B is 8 KiB a local token.
@@ -73,7 +78,8 @@ class _Engine:
 def test_memory_fields_are_those_of_the_fullest_rank(monkeypatch):
     engine = _Engine()
     numbers = {
-        "max_memory_allocated": lambda: 30 * 2**30, "max_memory_reserved": lambda: 40 * 2**30,
+        "max_memory_allocated": lambda: 30 * 2**30,
+        "max_memory_reserved": lambda: 40 * 2**30,
         "memory_allocated": lambda: 20 * 2**30 if engine.emptied else 25 * 2**30,
         "host_memory_stats": lambda: {"allocated_bytes.peak": 2**30},
     }
@@ -83,14 +89,33 @@ def test_memory_fields_are_those_of_the_fullest_rank(monkeypatch):
     monkeypatch.setattr(train_point.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_point.dist, "all_gather_object", lambda every, mine: every.__setitem__(slice(None), [mine, other]))
     memory = train_point._Steps(engine, None, True)._memory()
-    assert memory == {
-        "peak_gib": 32.0, "reserved_gib": 33.0, "states_gib": 21.0, "peak_above_states_gib": 11.0, "host_pinned_gib": 3.0
-    }
+    assert memory == {"peak_gib": 32.0, "reserved_gib": 33.0, "states_gib": 21.0, "peak_above_states_gib": 11.0, "host_pinned_gib": 3.0}
     made = dataclasses.replace(train_point.record(point()), time_s=2.0, times_s=[2.0, 2.0]).updated(memory)
-    made = made.updated({
-        "run_id": "r", "experiment": "e", "gpu": "NVIDIA H200", "gpus": 2, "commit": "c", "command": "c",
-        "date": "2026-01-01T00:00:00Z", "versions": {"torch": "2"},
-        "tokens_per_s_per_gpu": records.tokens_per_step(made) / 2.0 / 2, "peak_units": 11.0 / records.unit_gib(made),
-    })
+    made = made.updated(
+        {
+            "run_id": "r",
+            "experiment": "e",
+            "gpu": "NVIDIA H200",
+            "gpus": 2,
+            "commit": "c",
+            "command": "c",
+            "date": "2026-01-01T00:00:00Z",
+            "versions": {"torch": "2"},
+            "tokens_per_s_per_gpu": records.tokens_per_step(made) / 2.0 / 2,
+            "peak_units": 11.0 / records.unit_gib(made),
+        }
+    )
     assert records.validate(made) == []
     assert made.tokens_per_s_per_gpu == 256.0
+
+
+def test_what_the_planner_says_of_points_on_published_hardware():
+    path, variant = points.find("table3_llama3_8b")
+    specs = points.expand(points.read(path, variant), path.parent)
+    machine = Machine.parse("8xH100-80GB", host_gib=1945)
+    found = {s.label: train_point.predict(s.point, machine) for s in specs if s.point.tokens == 5 * 2**20}
+    # Published: 98.25 tokens/s/GPU, and pageable host memory, beyond 4M.
+    assert found["upipe 5M"]["fits"] and found["upipe 5M"]["tokens_per_s_per_gpu"] == pytest.approx(98.25, rel=0.1)
+    lacking = found["upipe 5M attention_output=host"]
+    assert not lacking["fits"] and lacking["limit"] == "host" and lacking["host_gib"] > lacking["host_usable_gib"] == 1945
+    assert "only method=upipe is simulated" in found["ring 5M"]["declined"] and "fits" not in found["ring 5M"]

@@ -11,7 +11,7 @@ import torch
 from upipe import checkpoint
 from upipe.config import from_mapping
 from upipe.metrics import read_metrics
-from upipe.trainer import Interrupted, RunConfig, Trainer
+from upipe.trainer import Interrupted, RunConfig, Trainer, signals
 
 SHAPE = dict(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate_size=48, vocab_size=256)
 ROWS, TOKENS = 10, 13
@@ -65,6 +65,21 @@ def train(config: dict, resume: str = "none", kill_at: int | None = None, tell_a
         }  # fmt: skip
     finally:
         trainer.close()
+
+
+def told_while_building(config: dict) -> str:
+    """SIGUSR1 to the last rank while it builds its model; returns how the run ended."""
+    with signals() as caught:
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        trainer = Trainer(from_mapping(RunConfig, config))
+        try:
+            trainer.fit(caught)
+        except Interrupted as error:
+            return str(error)
+        finally:
+            trainer.close()
+    return "it trained"
 
 
 def killed_while_saving(config: dict, step: int) -> None:

@@ -41,9 +41,16 @@ def load(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ...] 
     An override's value is parsed as YAML ("upipe.sp_size=4", "model.kv_heads=null", "data.tokens=128K").
     Raises ConfigError for a missing file, an unknown key, or a value of the wrong type.
     """
-    path = Path(path)
+    mapping = read(path)
+    for override in overrides:
+        _override(cls, mapping, override)
+    return from_mapping(cls, mapping, folder=Path(path).parent)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds. Raises ConfigError for a missing file, and for one that holds something else."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     try:
@@ -52,9 +59,7 @@ def load(cls: type[T], path: str | Path, overrides: list[str] | tuple[str, ...] 
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(mapping, dict):
         raise ConfigError(f"{path} must be a mapping of sections, got {type(mapping).__name__}")
-    for override in overrides:
-        _override(cls, mapping, override)
-    return from_mapping(cls, mapping, folder=path.parent)
+    return mapping
 
 
 def from_mapping(cls: type[T], mapping: dict[str, Any], *, key: str = "", folder: str | Path = ".") -> T:
