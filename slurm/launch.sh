@@ -13,6 +13,8 @@
 #   UPIPE_SRUN      more options of srun, in words
 set -euo pipefail
 
+main() { # bash reads a function whole before it runs it: a job outlives changes of this file
+
 root=${UPIPE_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
 interpreter=$root/.venv/bin/python
 [[ -x $interpreter ]] || interpreter=python3
@@ -30,10 +32,12 @@ attempt=${SLURM_RESTART_COUNT:-0}
 run=${UPIPE_RUNS:-$root/runs/slurm}/$SLURM_JOB_NAME-$SLURM_JOB_ID
 mkdir -p "$run"
 
-# --- the environment of every rank ---------------------------------------------------------------------------------
+# The environment of every rank.
 # shellcheck source=slurm/nccl.sh
 source "$root/slurm/nccl.sh"
 # MASTER_PORT and the rank of each task come from Slurm's own variables in upipe/launch.py; the address is this node's.
+# srun does not take over --cpus-per-task of sbatch since Slurm 22.05: a rank would be left with one core.
+export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 # Fragments take gigabytes at long lengths otherwise.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
@@ -44,12 +48,12 @@ export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton-$SLURM_JOB_ID
 # Page-locked host memory and RDMA buffers: Slurm passes on the limit of the shell that submitted, which is often 64 KiB.
 ulimit -l unlimited 2>/dev/null || echo "launch.sh: warning: locked memory is limited to $(ulimit -l) KiB here (README.md: memlock)" >&2
 
-# --- the run folder: what ran, with which code, where --------------------------------------------------------------
+# The run folder: what ran, with which code, where.
 revision=$(git -C "$root" rev-parse HEAD 2>/dev/null || echo unknown)
 if [[ -f $run/revision.txt ]]; then
-    [[ $(<"$run/revision.txt") == "$revision" ]] || echo "launch.sh: warning: the code is at $revision now, $run began with $(<"$run/revision.txt")" >&2
+    began=$(<"$run/revision.txt")
+    [[ $began == "$revision" ]] || echo "launch.sh: warning: the code is at $revision now, $run began with $began" >&2
 else
-    echo "$revision" >"$run/revision.txt"
     git -C "$root" diff HEAD >"$run/changes.patch" 2>/dev/null || true
     scontrol write batch_script "$SLURM_JOB_ID" "$run/job.sbatch" >/dev/null || true
     cp "$root/slurm/launch.sh" "$root/slurm/nccl.sh" "$run/"
@@ -57,6 +61,7 @@ else
         # With overrides in it and paths made absolute, so that a requeued job reads what the first attempt read.
         "${python[@]}" -m upipe.cli train "$what" "$@" "train.run_dir=$run/run" --save-config "$run/config.yaml"
     fi
+    echo "$revision" >"$run/revision.txt"
 fi
 {
     echo "attempt $attempt, $(date -u +%Y-%m-%dT%H:%M:%SZ), $mode $what $*"
@@ -66,11 +71,11 @@ fi
     env | grep -E '^(NCCL|TORCH_NCCL|PYTORCH|OMP|HF|TRITON)_' | sort
 } >>"$run/attempts.txt"
 
-# --- the work ------------------------------------------------------------------------------------------------------
 case $mode in
     train)
         # A rank that fails leaves the others waiting in a collective; those that end together need time to do so.
-        command=(srun --kill-on-bad-exit=0 --wait=60 "${srun_options[@]}" "${python[@]}" -m upipe.cli train "$run/config.yaml" --resume auto)
+        command=(srun --kill-on-bad-exit=0 --wait=60 "${srun_options[@]}" "${python[@]}" -m upipe.cli train "$run/config.yaml")
+        command+=(--resume auto)
         progress() { (cd "$run/run/checkpoints" 2>/dev/null && ls -d step_*/DONE 2>/dev/null) || true; }
         ;;
     experiment)
@@ -95,10 +100,16 @@ while wait "$child" && status=0 || status=$?; kill -0 "$child" 2>/dev/null; do :
 
 # 75: a checkpoint was written (upipe train); 130: the running point was given up (experiments.run).
 if [[ $told == USR1 && ($status == 75 || $status == 130) ]]; then
-    [[ $(progress) != "$before" ]] || { echo "launch.sh: error: nothing was finished within the time limit, so the job is not requeued; ask for more --time" >&2; exit 1; }
+    if [[ $(progress) == "$before" ]]; then
+        echo "launch.sh: error: nothing was finished within the time limit, so the job is not requeued; ask for more --time" >&2
+        exit 1
+    fi
     echo "launch.sh: told to end by the time limit; requeued"
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
 fi
 echo "launch.sh: ended with status $status, in $run"
 exit "$status"
+
+}
+main "$@"

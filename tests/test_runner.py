@@ -269,6 +269,19 @@ def test_every_experiment_of_the_repository_can_be_listed(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in points.names() if points.find(name)[1] == "cpu"])
+def test_small_variants_run(tmp_path, name):
+    """The points of every published experiment with a toy model: each trains, and has what the planner said in its record."""
+    assert run.main(arguments(name, tmp_path)) == 0
+    made = results(tmp_path, name)
+    path, variant = points.find(name)
+    assert len(made) == len(points.expand(points.read(path, variant), path.parent))
+    for r in made:
+        assert r["outcome"] == "ok" and r["loss"] == pytest.approx(math.log(256), abs=0.2), r["reason"]
+        assert ("fits" if r["method"] == "upipe" else "declined") in r["predicted"]
+
+
+@pytest.mark.slow
 def test_every_dry_run_takes_less_than_a_minute_of_a_cpu(capsys):
     for name in points.names():
         started = time.process_time()

@@ -10,6 +10,7 @@ import torch
 
 from upipe import checkpoint
 from upipe.config import from_mapping
+from upipe.metrics import FILE as METRICS
 from upipe.metrics import read_metrics
 from upipe.trainer import Interrupted, RunConfig, Trainer, signals
 
@@ -40,7 +41,9 @@ def train(config: dict, resume: str = "none", kill_at: int | None = None, tell_a
 
     class Struck(Trainer):
         def _agree(self, caught):
-            done = len(read_metrics(self.config.train.run_dir)) if self.is_main else 0
+            # Asked first before a step is done, when there is no record yet.
+            recorded = self.is_main and (Path(self.config.train.run_dir) / METRICS).exists()
+            done = len(read_metrics(self.config.train.run_dir)) if recorded else 0
             step = torch.tensor(done)
             torch.distributed.broadcast(step, 0)
             if tell_at == int(step) and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
