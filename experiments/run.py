@@ -92,11 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="leave out points that have a record for the same settings")
     parser.add_argument(
-        "--retry",
-        nargs="+",
-        default=[],
-        choices=[o for o in records.OUTCOMES if o != "ok"],
-        metavar="OUTCOME",
+        "--retry", nargs="+", default=[], choices=[o for o in records.OUTCOMES if o != "ok"], metavar="OUTCOME",
         help="with --resume, run points again whose last record ended so (e.g. timeout failed)",
     )
     parser.add_argument("--results", default=str(RESULTS), metavar="DIR", help="where NAME.jsonl is (default: experiments/results)")
@@ -212,16 +208,14 @@ class Sweep:
         folder.mkdir(parents=True)
         gpus = spec.point.processes if spec.point.device == "cuda" else 0
         task = {
-            "kind": self.experiment.kind,
-            "settings": spec.settings,
-            "folder": str(self.path.parent),
-            "processes": spec.point.processes,
-            "gpus": gpus,
+            "kind": self.experiment.kind, "settings": spec.settings, "folder": str(self.path.parent),
+            "processes": spec.point.processes, "gpus": gpus,
         }
         (folder / "point.json").write_text(json.dumps(task, indent=1))
         made_with = environment(self.command, self.options.commit, gpus=gpus)
         if self.options.host_gib is not None:
             made_with["host_gib"] = self.options.host_gib
+        predicted = self._predicted(spec)
         ending = self._execute(folder, spec, bar)
         if gpus:
             made_with["gpu"] = ending.gpu or made_with["gpu"] or "unknown"
@@ -229,7 +223,7 @@ class Sweep:
         record = record.updated(
             made_with
             | {"run_id": self.run_id, "experiment": self.name, "outcome": ending.outcome, "reason": ending.reason}
-            | {"provenance": "measured", "point": spec.key, "settings": spec.settings, "predicted": self._predicted(spec)}
+            | {"provenance": "measured", "point": spec.key, "settings": spec.settings, "predicted": predicted}
         )
         records.append(record, self.options.results)
         return record, folder
@@ -243,12 +237,7 @@ class Sweep:
         words = ["-m", "experiments.worker", self.options.launcher, str(folder), str(os.getpid())]
         with open(folder / "log.txt", "w") as log:
             launcher = subprocess.Popen(
-                [sys.executable, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=ROOT,
-                env=environ,
+                [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=environ,
                 start_new_session=True,
             )
             started = time.monotonic()

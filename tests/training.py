@@ -22,7 +22,10 @@ def mapping(folder, **changes) -> dict:
     """A run of 10 rows of 13 tokens: an epoch is 5 steps of 2 micro-batches at sp 2. changes: `section__key=value`."""
     text = Path(folder) / "text.txt"
     if not text.exists():
-        text.write_bytes(bytes(32 + (i * i * 7 + i) % 90 for i in range(ROWS * TOKENS)))
+        # Whole or not at all: ranks call this too, and one may look while another writes.
+        part = text.with_name(f"text-{os.getpid()}.part")
+        part.write_bytes(bytes(32 + (i * i * 7 + i) % 90 for i in range(ROWS * TOKENS)))
+        part.replace(text)
     made = {
         "model": dict(SHAPE),
         "data": {"path": str(text), "tokens": TOKENS},
