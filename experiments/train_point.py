@@ -25,15 +25,17 @@ import torch.distributed as dist
 
 import upipe
 from upipe import host, kernels, memory
+from upipe import plan as planner
 from upipe.build import ModelConfig, build_model, build_partitioned_model, hf_config, model_sizes, wants_zero_init
 from upipe.config import ConfigError, Length
+from upipe.data import DataConfig
 from upipe.environment import host_gib
 from upipe.memory import MemoryConfig, Stack
 from upipe.methods import config as methods
 from upipe.methods.ulysses import check_heads
 from upipe.preflight import PreflightError, check_ring_degree, check_schedule
 from upipe.records import Record, tokens_per_step, unit_gib
-from upipe.trainer import TrainConfig, build_optimizer, deepspeed_config
+from upipe.trainer import RunConfig, TrainConfig, build_optimizer, deepspeed_config
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 DX = {"gemm": "slabs", "bf16": "bfloat16"}
@@ -117,6 +119,22 @@ def verdict(point: Point) -> str:
     except ValueError as error:
         return f"refused: {error}"
     return "ok"
+
+
+def predict(point: Point, machine: planner.Machine) -> dict[str, Any]:
+    """What the planner says of a point on a machine, in GiB a GPU, GiB a node, seconds a step and tokens/s/GPU; or why it says nothing."""
+    data = DataConfig(path="random tokens", tokens=point.tokens)
+    try:
+        run = RunConfig(point.model, data, point.train, methods.of(point.method), point.upipe, point.memory)
+        found = planner.predict(run, machine)
+    except ValueError as error:
+        return {"machine": str(machine), "declined": str(error)}
+    return {
+        "machine": str(machine), "fits": found.fits, "limit": found.limit, "device_gib": found.device_gib,
+        "device_usable_gib": machine.gpu.usable_gib, "host_gib": found.host_gib, "host_usable_gib": machine.host_gib,
+        "peak_gib": found.device_gib - found.device["margin"], "time_s": found.time_s,
+        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu, "kernel": found.kernel,
+    }  # fmt: skip
 
 
 def run(point: Point) -> Record:
