@@ -1,0 +1,110 @@
+"""How far the planner is off: predicted over measured, and predicted over published for the paper's own set-up.
+
+A prediction belongs to a measurement where
+
+    a record of provenance "predicted" has its point, model and layers (and in `of` its experiment), or
+    the measured record has `predicted`, a mapping with time_s, tokens_per_s_per_gpu or peak_gib.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.figures import style
+from experiments.figures.throughput import whole_models
+from experiments.figures.values import METRICS, Row, Sources, from_record, from_reported, grouped, model_of, pick
+from upipe.records import method_of
+
+COMPARED = ("step_time", "throughput", "peak", "peak_above_inputs")
+AIMS = {"time": 15, "memory": 5}
+"""Percent, of docs/plan.md."""
+
+
+def rows(sources: Sources) -> list[Row]:
+    """Pairs of rows, one after the other: the measured or reported value, and what was predicted of it."""
+    return [row for pair in (*_measured(sources), *_published(sources)) for row in pair]
+
+
+def _measured(sources: Sources) -> list[tuple[Row, Row]]:
+    predicted = {_key(r, r.get("of", r["experiment"])): r for r in sources.records if r["provenance"] == "predicted"}
+    pairs = []
+    for record in sources.records:
+        if record["provenance"] != "measured" or record["outcome"] != "ok":
+            continue
+        plan = predicted.get(_key(record, record["experiment"]))
+        own = record.get("predicted")
+        if plan is None and isinstance(own, dict):
+            plan = record | {METRICS[m][0]: own.get(METRICS[m][0]) for m in COMPARED} | {"provenance": "predicted"}
+        for metric in COMPARED if plan is not None else ():
+            true, said = from_record(record, metric), from_record(plan, metric)
+            if None not in (true.value, said.value):
+                pairs.append((true, dataclasses.replace(said, setting=true.setting, kernel=true.kernel, width=true.width)))
+    return pairs
+
+
+def _key(record: dict[str, Any], experiment: str) -> tuple:
+    return experiment, model_of(record["model"]), record["layers"], record.get("point")
+
+
+def _published(sources: Sources) -> list[tuple[Row, Row]]:
+    """Throughputs and peaks of the paper beside predictions of its set-up (`stack: paper`)."""
+    setup = "paper's set-up"
+    wanted = ("throughput", "peak")
+    published = from_reported(
+        (r for r in sources.published if r["source"] == "untied-ulysses" and r["metric"] in wanted and r["value"] is not None), setting=setup
+    )
+    pairs = []
+    for record in whole_models(sources):
+        if record["provenance"] == "predicted" and record.get("stack") == "paper":
+            for metric in wanted:
+                said = from_record(record, metric)
+                same = pick(published, model=said.model, gpus=said.gpus, tokens=said.tokens, metric=metric)
+                ring = (record["ring"] or 1) > 1
+                same = [r for r in same if method_of(r.method) == said.method and ring == r.method.endswith("2r")]
+                pairs += [(dataclasses.replace(row, method=said.method), said) for row in same if said.value is not None]
+    return pairs
+
+
+def errors(found: list[Row]) -> list[tuple[Row, float]]:
+    """The true row of each pair, and by how many percent its prediction is above it."""
+    return [(true, 100 * (said.value / true.value - 1)) for true, said in zip(found[::2], found[1::2])]
+
+
+def draw(found: list[Row]) -> Figure:
+    figure, axes = style.figure(1, 2, 10, 4.6)
+    kinds = (("time", ("step_time", "throughput")), ("memory", ("peak", "peak_above_inputs")))
+    for axis, (kind, metrics) in zip(axes[0], kinds):
+        mine = [(row, off) for row, off in errors(found) if row.metric in metrics]
+        aim = AIMS[kind]
+        axis.axhspan(-aim, aim, color="0.93", zorder=0)
+        axis.axhline(0, color="0.4", linewidth=0.8)
+        for same in grouped(mine, lambda p: _series(p[0])).values():
+            row = same[0][0]
+            _, colour, marker = style.sign(row.method)
+            whole = row.mark == "reported" or (row.layers or 1) > 1
+            points = sorted((r.tokens, off) for r, off in same)
+            look = {"reported": {"markerfacecolor": "white"}, "measured": {"markerfacecolor": colour if whole else "0.6"}}[row.mark]
+            line = "-" if row.mark == "reported" else "none"
+            axis.plot(*zip(*points), marker=marker, color=colour, linestyle=line, linewidth=1, label=f"{_series(row)}", **look)
+        if not mine:
+            style.nothing(axis)
+            continue
+        style.lengths(axis, [row for row, _ in mine])
+        axis.set_ylabel({"time": "predicted / true − 1 (%), step time or throughput", "memory": "predicted / true − 1 (%), peak"}[kind])
+        axis.set_title(f"{kind.capitalize()}; grey: the aim, ±{aim} %", loc="left")
+        low, high = axis.get_ylim()
+        axis.set_ylim(low - 0.4 * (high - low), high)
+        axis.legend(loc="lower left")
+    return figure
+
+
+def _series(row: Row) -> str:
+    name = style.sign(row.method)[0]
+    if row.mark == "reported":
+        return f"{row.metric.replace('_', ' ')}, {style.model(row)}, {name}, {row.gpus} × {row.gpu}, against reported"
+    what = f"{row.layers} layers" if (row.layers or 1) > 1 else "attention block"
+    kernel = style.KERNELS.get(row.kernel, row.kernel)
+    return f"{row.metric.replace('_', ' ')}, {style.model(row)}, {what}, {name}, {kernel}, {row.gpus} × {row.gpu}, against measured"
