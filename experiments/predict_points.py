@@ -31,7 +31,8 @@ RAN = ("times_s", "warmup_steps", "loss", "grad_norm", "reserved_gib", "peak_uni
 
 def prediction(record: dict[str, Any], made_with: dict[str, Any]) -> Record:
     """What is predicted of a measured block. Raises ValueError where its kernel's memory is not known."""
-    modes = {"attention_output": record["attention_output"], "overlap": record["overlap"], "dx": {"slabs": "gemm"}.get(record["dx"], "bf16")}
+    modes = {"attention_output": record["attention_output"], "overlap": record["overlap"]}
+    modes["dx"] = {"slabs": "gemm"}.get(record["dx"], "bf16")
     shape = {"heads": record["heads"], "kv_heads": record["kv_heads"], "head_dim": record["head_dim"], "hidden": record["hidden_size"]}
     local, width = record["tokens"] // record["sp"], record["heads_per_stage"]
     peak, _ = block_peak(local, record["sp"], kernel=record["kernel"], heads_per_stage=width, **shape, **modes)

@@ -135,7 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("name", metavar="NAME", help="an experiment, or a file of records")
     parser.add_argument("--results", default=str(points.ROOT / "experiments" / "results"), metavar="DIR", help="where NAME.jsonl is")
-    parser.add_argument("--compare", nargs="?", const=str(REPORTED), metavar="CSV", help="add published numbers (paper_figures/reported.csv)")
+    published = "add published numbers (paper_figures/reported.csv)"
+    parser.add_argument("--compare", nargs="?", const=str(REPORTED), metavar="CSV", help=published)
     options = parser.parse_args(arguments)
     path = Path(options.name) if options.name.endswith(".jsonl") else Path(options.results) / f"{options.name}.jsonl"
     try:

@@ -47,8 +47,8 @@ FAMILIES = {
     ),
     "table3-2gpu": Family(
         "Throughput and memory on two GPUs, reduced depth",
-        "Whole models with some of their layers. Ratios are to DeepSpeed's Ulysses (or ALST, its whole stack) of the same sweep and kernel. "
-        "Layers and length decide tokens/s here: compare within a group only.",
+        "Whole models with some of their layers. Ratios are to DeepSpeed's Ulysses (or ALST, its whole stack) of the same sweep and "
+        "kernel. Layers and length decide tokens/s here: compare within a group only.",
         throughput.rows_2gpu, throughput.draw_2gpu,
     ),
     "memory-ladder": Family(
@@ -68,8 +68,8 @@ FAMILIES = {
     ),
     "breakdown": Family(
         "Where a step's time goes",
-        "From the profiler's events of one step on the GPU that the other waits for; only what computation does not hide counts as exchange or "
-        "host copy. The paper's own breakdown was not published in numbers.",
+        "From the profiler's events of one step on the GPU that the other waits for; only what computation does not hide counts as "
+        "exchange or host copy. The paper's own breakdown was not published in numbers.",
         breakdown.rows, breakdown.draw,
     ),
     "planner": Family(
@@ -93,7 +93,7 @@ def make(name: str, sources: Sources, folder: Path = FOLDER) -> list[Row]:
     write_table(name, rows, folder)
     drawn = family.draw(rows)
     for ending in ("png", "pdf"):
-        style.save(drawn, folder / f"{name}.{ending}")
+        (folder / f"{name}.{ending}").write_bytes(style.picture(drawn, ending))
     style.close(drawn)
     return rows
 

@@ -91,8 +91,8 @@ def draw(found: list[Row]) -> Figure:
                 if row.value > 0.09 * whole:
                     light = shade not in ("0.25", "0.4")
                     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8} if hatch else None
-                    said = f"{100 * row.value / whole:.0f} %"
-                    axis.text(left + row.value / 2, place, said, ha="center", va="center", fontsize=7.5, color="k" if light else "w", bbox=box)
+                    look = {"ha": "center", "va": "center", "fontsize": 7.5, "color": "k" if light else "w", "bbox": box}
+                    axis.text(left + row.value / 2, place, f"{100 * row.value / whole:.0f} %", **look)
                 left += row.value
             axis.annotate(f"{left:.0f} ms", (left, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5)
         axis.set_yticks(range(len(bars)), [_label(same[0]) for same in bars.values()])

@@ -52,8 +52,8 @@ def draw(found: list[Row]) -> Figure:
     stacks = grouped(pick(found, metric=lambda m: m.startswith("peak")), lambda r: (r.mark, r.series))
     longest = pick(found, metric="longest")
     ours = grouped(pick(longest, mark="measured"), lambda r: (r.note.split(",")[0], r.model, r.layers, r.gpus, r.gpu))
-    heights = [len(stacks), len(pick(longest, mark="reported")), *(len(mine) for mine in ours.values())] + ([] if ours else [2])
-    figure, axes = style.figure(len(heights), 1, 8.5, 0.34 * sum(heights) + 1.15 * len(heights), height_ratios=[h + 2 for h in heights])
+    heights = [len(stacks), len(pick(longest, mark="reported")), *(len(mine) for mine in ours.values())] + ([] if ours else [0.2])
+    figure, axes = style.figure(len(heights), 1, 8.5, 0.34 * sum(heights) + 1.0 * len(heights), height_ratios=[h + 1.8 for h in heights])
     _figure1(axes[0][0], list(stacks.values()))
     _longest(axes[1][0], pick(longest, mark="reported"), "TRL guide: longest length by lever, Qwen3-4B, one 80 GB GPU")
     for axis, ((preset, model, layers, gpus, gpu), mine) in zip(axes[2:, 0], ours.items()):
@@ -86,12 +86,14 @@ def _figure1(axis: Axes, stacks: list[list[Row]]) -> None:
     axis.grid(axis="y", visible=False)
     axis.set_xlim(0, SHOWN)
     axis.axvline(CAPACITY, color="0.1", linestyle=":", linewidth=1.2)
-    axis.annotate("80 GiB", (CAPACITY, 1.0), xycoords=axis.get_xaxis_transform(), ha="center", va="bottom", fontsize=7.5)
+    axis.annotate("80 GiB", (CAPACITY + 1, 0.03), xycoords=axis.get_xaxis_transform(), fontsize=7.5)
     axis.set_xlabel("peak memory (GiB/GPU); the axis ends at 180")
     axis.set_title("Llama3-8B, 3M tokens, 8 × H100-80GB", loc="left")
-    handles = dict(reversed(list(zip(*reversed(axis.get_legend_handles_labels())))))
-    axis.legend(list(handles.values())[::-1], list(handles)[::-1], loc="lower right")
-    style.missing(axis, [part for parts in stacks for part in parts], (0.98, 0.46))
+    handles: dict[str, Any] = {}
+    for handle, text in zip(*axis.get_legend_handles_labels()):
+        handles.setdefault(text, handle)
+    axis.legend(handles.values(), handles.keys(), loc="lower right")
+    style.missing(axis, [part for parts in stacks for part in parts], (0.98, 0.42))
 
 
 def _longest(axis: Axes, mine: list[Row], title: str) -> None:

@@ -19,6 +19,7 @@ from experiments.figures.values import METRICS, Row, Sources, from_record, from_
 from upipe.records import method_of
 
 COMPARED = ("step_time", "throughput", "peak", "peak_above_inputs")
+MARKERS = ("s", "^", "D", "v", "P", "X", "h")
 AIMS = {"time": 15, "memory": 5}
 """Percent, of docs/plan.md."""
 
@@ -53,9 +54,8 @@ def _published(sources: Sources) -> list[tuple[Row, Row]]:
     """Throughputs and peaks of the paper beside predictions of its set-up (`stack: paper`)."""
     setup = "paper's set-up"
     wanted = ("throughput", "peak")
-    published = from_reported(
-        (r for r in sources.published if r["source"] == "untied-ulysses" and r["metric"] in wanted and r["value"] is not None), setting=setup
-    )
+    paper = [r for r in sources.published if r["source"] == "untied-ulysses" and r["metric"] in wanted and r["value"] is not None]
+    published = from_reported(paper, setting=setup)
     pairs = []
     for record in whole_models(sources):
         if record["provenance"] == "predicted" and record.get("stack") == "paper":
@@ -74,7 +74,8 @@ def errors(found: list[Row]) -> list[tuple[Row, float]]:
 
 
 def draw(found: list[Row]) -> Figure:
-    figure, axes = style.figure(1, 2, 10, 4.6)
+    figure, axes = style.figure(1, 2, 10, 4.8)
+    shapes: dict[str, int] = {}
     kinds = (("time", ("step_time", "throughput")), ("memory", ("peak", "peak_above_inputs")))
     for axis, (kind, metrics) in zip(axes[0], kinds):
         mine = [(row, off) for row, off in errors(found) if row.metric in metrics]
@@ -83,28 +84,27 @@ def draw(found: list[Row]) -> Figure:
         axis.axhline(0, color="0.4", linewidth=0.8)
         for same in grouped(mine, lambda p: _series(p[0])).values():
             row = same[0][0]
-            _, colour, marker = style.sign(row.method)
-            whole = row.mark == "reported" or (row.layers or 1) > 1
+            _, colour, sign = style.sign(row.method)
             points = sorted((r.tokens, off) for r, off in same)
-            look = {"reported": {"markerfacecolor": "white"}, "measured": {"markerfacecolor": colour if whole else "0.6"}}[row.mark]
-            line = "-" if row.mark == "reported" else "none"
-            axis.plot(*zip(*points), marker=marker, color=colour, linestyle=line, linewidth=1, label=f"{_series(row)}", **look)
+            if row.mark == "reported":
+                axis.plot(*zip(*points), marker=sign, color=colour, linewidth=1, markerfacecolor="white", label=_series(row))
+            else:
+                marker = MARKERS[shapes.setdefault(_series(row), len(shapes)) % len(MARKERS)]
+                axis.plot(*zip(*points), marker, color=colour, markersize=4.5, alpha=0.75, label=_series(row))
         if not mine:
             style.nothing(axis)
             continue
         style.lengths(axis, [row for row, _ in mine])
         axis.set_ylabel({"time": "predicted / true − 1 (%), step time or throughput", "memory": "predicted / true − 1 (%), peak"}[kind])
         axis.set_title(f"{kind.capitalize()}; grey: the aim, ±{aim} %", loc="left")
-        low, high = axis.get_ylim()
-        axis.set_ylim(low - 0.4 * (high - low), high)
-        axis.legend(loc="lower left")
+    style.legend_below(figure, axes.flat, 2)
     return figure
 
 
 def _series(row: Row) -> str:
     name = style.sign(row.method)[0]
     if row.mark == "reported":
-        return f"{row.metric.replace('_', ' ')}, {style.model(row)}, {name}, {row.gpus} × {row.gpu}, against reported"
+        return f"{style.model(row)}, {name}, {row.gpus} × {row.gpu}, against reported"
     what = f"{row.layers} layers" if (row.layers or 1) > 1 else "attention block"
     kernel = style.KERNELS.get(row.kernel, row.kernel)
-    return f"{row.metric.replace('_', ' ')}, {style.model(row)}, {what}, {name}, {kernel}, {row.gpus} × {row.gpu}, against measured"
+    return f"{style.model(row)}, {what}, {name}, {kernel}, {row.gpus} × {row.gpu}, against measured"

@@ -6,8 +6,8 @@ predicted dashed and grey-filled. Bars: reported hatched, measured full, predict
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -17,6 +17,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from PIL import Image
 
 from experiments.figures.values import MARKS, Row, grouped, number, pick
 from upipe.records import format_tokens, method_of
@@ -54,11 +55,18 @@ def figure(rows: int, columns: int, width: float, height: float, **settings: Any
     return pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, **settings)
 
 
-def save(made: Figure, path: Path) -> None:
-    """Write a picture by its ending, the same bytes for the same figure."""
+def picture(made: Figure, ending: str = "png") -> bytes:
+    """A figure as PNG or PDF, the same bytes for the same figure."""
+    metadata = {"png": {"Software": None}, "pdf": {"CreationDate": None, "ModDate": None}}[ending]
+    stream = io.BytesIO()
     with look():
-        dates = {".pdf": {"CreationDate": None, "ModDate": None}, ".png": {"Software": None}}[path.suffix]
-        made.savefig(path, dpi=130, metadata=dates)
+        made.savefig(stream, format=ending, dpi=120, metadata=metadata)
+    if ending == "pdf":
+        return stream.getvalue()
+    # Few shades are in use: a palette is a third of the bytes.
+    smaller = io.BytesIO()
+    Image.open(stream).convert("RGB").quantize(64).save(smaller, format="png", optimize=True)
+    return smaller.getvalue()
 
 
 def close(made: Figure) -> None:
@@ -178,13 +186,10 @@ def mark_legend(axis: Axes, marks: Iterable[str], **settings: Any) -> None:
     """Bars' marks."""
     there = set(marks)
     looks = {"reported": "white", "measured": "0.35", "predicted": "0.93"}
-    axis.legend(
-        handles=[Patch(facecolor=looks[m], edgecolor="0.35", hatch=HATCH[m], label=m) for m in MARKS if m in there], **settings
-    )
+    axis.legend(handles=[Patch(facecolor=looks[m], edgecolor="0.35", hatch=HATCH[m], label=m) for m in MARKS if m in there], **settings)
 
 
 def series(rows: Iterable[Row]) -> list[list[Row]]:
     """Rows by mark, set-up, method and setting: reported first."""
     order = sorted(rows, key=lambda row: MARKS.index(row.mark))
     return list(grouped(order, lambda row: (row.mark, row.model, row.layers, row.gpus, row.gpu, row.series)).values())
-

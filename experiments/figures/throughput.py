@@ -47,7 +47,7 @@ def draw(found: list[Row]) -> Figure:
         style.missing(top, mine)
         style.lines(bottom, pick(mine, metric="throughput over Ulysses"))
         bottom.axhline(1, color="0.4", linewidth=0.8)
-        bottom.set_ylim(0, 1.5)
+        bottom.set_ylim(0, max([1.1, *(1.05 * row.value for row in pick(found, metric="throughput over Ulysses"))]))
         bottom.set_ylabel("throughput / Ulysses' (same mark)")
         for axis in (top, bottom):
             style.lengths(axis, mine)
@@ -91,11 +91,13 @@ def draw_2gpu(found: list[Row]) -> Figure:
         place += 0.4
     left.set_yticks(*zip(*ticks))
     left.set_ylim(place, -0.8)
-    for axis, metric, text in ((left, "throughput", "throughput (tokens/s/GPU)"), (right, "peak_above_states", "peak above states (GiB/GPU)")):
-        axis.set_xlabel(f"{text}; in brackets over Ulysses'")
+    left.tick_params(axis="y", labelsize=7.5)
+    labels = (("throughput", "throughput (tokens/s/GPU)"), ("peak_above_states", "peak above states (GiB/GPU)"))
+    for axis, (metric, text) in zip((left, right), labels):
+        axis.set_xlabel(text)
         axis.set_xlim(0, 1.35 * max([row.value or 0 for row in pick(found, metric=metric)] + [1e-9]))
         axis.grid(axis="y", visible=False)
-    style.mark_legend(right, (row.mark for row in found), loc="lower right")
+    style.mark_legend(right, (row.mark for row in found), loc="lower right", title="(×): over Ulysses'")
     return figure
 
 

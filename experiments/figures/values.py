@@ -1,8 +1,8 @@
 """Published numbers and records as rows of one shape. A row's mark is made here and nowhere else.
 
-    reported    printed in a source, or read off its plot (note "digitised"): paper_figures/reported.csv
-    measured    a record of a run
-    predicted   a record of the planner
+reported    printed in a source, or read off its plot (note "digitised"): paper_figures/reported.csv
+measured    a record of a run
+predicted   a record of the planner
 """
 
 from __future__ import annotations
@@ -89,17 +89,16 @@ def model_of(name: str | None) -> str:
 
 def from_reported(rows: Iterable[dict[str, Any]], **changes: Any) -> list[Row]:
     """Rows of reported.csv (`read_reported`), marked reported; `changes` rename metric, method or setting."""
-    return [
-        dataclasses.replace(
-            Row(
-                "reported", row["model"], None, int(row["gpus"]), row["gpu"], row["method"], "", None, None, row["tokens"], row["metric"], row["value"],
-                row["unit"], "oom" if row["status"] == "oom" else "ok", f"{row['source']}, {row['figure']}",
-                "digitised" if row["status"] == "digitised" else "",
-            ),
-            **changes,
-        )
-        for row in rows
-    ]  # fmt: skip
+    found = []
+    for row in rows:
+        made = Row(
+            mark="reported", model=row["model"], layers=None, gpus=int(row["gpus"]), gpu=row["gpu"], method=row["method"], setting="",
+            kernel=None, width=None, tokens=row["tokens"], metric=row["metric"], value=row["value"], unit=row["unit"],
+            outcome="oom" if row["status"] == "oom" else "ok", source=f"{row['source']}, {row['figure']}",
+            note="digitised" if row["status"] == "digitised" else "",
+        )  # fmt: skip
+        found.append(dataclasses.replace(made, **changes))
+    return found
 
 
 def from_record(record: dict[str, Any], metric: str, **changes: Any) -> Row:
@@ -180,7 +179,8 @@ def to_markdown(rows: Iterable[Row]) -> str:
     rows = list(rows)
     if not rows:
         return "No value yet.\n"
-    columns = [n for n in ("mark", "model", "layers", "gpus", "gpu", "method", "setting", "kernel", "metric", "unit") if any(getattr(r, n) for r in rows)]
+    names = ("mark", "model", "layers", "gpus", "gpu", "method", "setting", "kernel", "metric", "unit")
+    columns = [name for name in names if any(getattr(row, name) for row in rows)]
     lengths = sorted({row.tokens for row in rows if row.tokens is not None})
     lines = [[*columns, *map(format_tokens, lengths)]]
     for key, mine in grouped(rows, lambda row: tuple(getattr(row, name) for name in columns)).items():

@@ -82,6 +82,5 @@ def draw(found: list[Row]) -> Figure:
         words = (style.MODELS.get(model, model), deep, what, style.KERNELS.get(kernel, kernel))
         top.set_title(f"{', '.join(words)}\n{gpus} × {gpu}, measured", loc="left")
         top.legend(title="tokens", loc="upper right")
-    bottom = axes[1][0]
-    bottom.annotate("The paper's values (8B, 4 × H100, 512K) were not published.", (0, -0.24), xycoords="axes fraction", fontsize=7.5, color="0.35")
+    figure.supxlabel("The paper's values (8B, 4 × H100, 512K) were not published.", fontsize=7.5, color="0.35")
     return figure
