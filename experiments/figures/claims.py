@@ -9,8 +9,8 @@ from experiments import points
 from experiments.figures import results, widths
 from experiments.figures.style import KERNELS, METHODS, MODELS
 from experiments.figures.throughput import whole_models
-from experiments.figures.values import Sources, grouped, markdown, model_of, number, pick
-from upipe.records import format_tokens, method_of
+from experiments.figures.values import Sources, grouped, markdown, model_of, number, our_method, pick
+from upipe.records import format_tokens
 
 CLAIMS = points.ROOT / "docs" / "claims.md"
 HEAD = """# Claims, and what our records say
@@ -62,7 +62,7 @@ def quarter_longer(sources: Sources) -> tuple[str, str]:
     for model in ("llama3-8b", "qwen3-32b"):
         found = longest(sources, model)
         best = max(tokens for method, tokens in found.items() if method != "upipe")
-        names = "/".join(METHODS[method_of(m)][0] for m, tokens in found.items() if tokens == best and m != "upipe")
+        names = "/".join(METHODS[our_method(m)][0] for m, tokens in found.items() if tokens == best and m != "upipe")
         gain = results.percent(found["upipe"], best)
         lengths = {name: format_tokens(found[name]) for name in ("upipe", "ulysses")}
         words.append(f"{MODELS[model]}: UPipe {lengths['upipe']}, {names} {format_tokens(best)} ({gain}), Ulysses {lengths['ulysses']}")
@@ -90,7 +90,8 @@ def seven_eighths(sources: Sources) -> tuple[str, str]:
     own = (
         "87.5 % = 1 − 8/64: U over Qwen3-32B's query heads, as if each had its own k and v (MHA width). With its 8 kv heads q, k "
         "and v of a stage are 24 of 80 heads wide, 70 % less. Figure 1 (Llama3-8B): attention "
-        f"{alst:g} to {ours:g} GiB, {results.percent(ours, alst)}; the whole peak {whole[1]:.1f} to {whole[0]:.1f}, {results.percent(*whole)}"
+        f"{alst:g} to {ours:g} GiB, {results.percent(ours, alst)}; the whole peak {whole[1]:.1f} to {whole[0]:.1f}, "
+        f"{results.percent(*whole)}"
     )
     said = []
     for record, base in results.blocks(sources):

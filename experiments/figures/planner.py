@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 
 from experiments.figures import style
 from experiments.figures.throughput import whole_models
-from experiments.figures.values import METRICS, Row, Sources, from_record, from_reported, grouped, model_of, pick
-from upipe.records import method_of
+from experiments.figures.values import METRICS, Row, Sources, from_record, from_reported, grouped, model_of, our_method, pick
 
 COMPARED = ("step_time", "throughput", "peak", "peak_above_inputs")
 MARKERS = ("s", "^", "D", "v", "P", "X", "h")
@@ -63,7 +62,7 @@ def _published(sources: Sources) -> list[tuple[Row, Row]]:
                 said = from_record(record, metric)
                 same = pick(published, model=said.model, gpus=said.gpus, tokens=said.tokens, metric=metric)
                 ring = (record["ring"] or 1) > 1
-                same = [r for r in same if method_of(r.method) == said.method and ring == r.method.endswith("2r")]
+                same = [r for r in same if our_method(r.method) == said.method and ring == r.method.endswith("2r")]
                 pairs += [(dataclasses.replace(row, method=said.method), said) for row in same if said.value is not None]
     return pairs
 

@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from PIL import Image
 
-from experiments.figures.values import MARKS, Row, grouped, number, pick
-from upipe.records import format_tokens, method_of
+from experiments.figures.values import MARKS, Row, grouped, number, our_method, pick
+from upipe.records import format_tokens
 
 LOOK = {
     "font.size": 9, "axes.titlesize": 9.5, "axes.labelsize": 9, "legend.fontsize": 7.5, "axes.spines.top": False,
@@ -32,7 +32,7 @@ METHODS = {
     "ulysses": ("Ulysses", "#c8553d", "s"),
     "alst": ("Ulysses (ALST stack)", "#d98c5f", "s"),
     "ring": ("Ring", "#3f8f5b", "^"),
-    "usp": ("USP", "#a23b72", "P"),
+    "usp": ("USP", "#a23b72", "p"),
     "fpdt": ("FPDT", "#d9a514", "D"),
     "native": ("PyTorch native", "#8a8f98", "v"),
     "official-upipe": ("official UPipe", "#5b8fc7", "h"),
@@ -75,7 +75,7 @@ def close(made: Figure) -> None:
 
 def sign(method: str) -> tuple[str, str, str]:
     """Label, colour and marker of a method, ours or as reported.csv calls it."""
-    return METHODS[method if method in METHODS else method_of(method) or "none"]
+    return METHODS[method if method in METHODS else our_method(method) or "none"]
 
 
 def label(row: Row) -> str:

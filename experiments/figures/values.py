@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from experiments import points
 from experiments.table import REPORTED, latest, read_reported
 from upipe import records
-from upipe.records import format_tokens, method_of
+from upipe.records import Method, format_tokens, method_of
 
 RESULTS = points.ROOT / "experiments" / "results"
 MARKS = ("reported", "measured", "predicted")
@@ -85,6 +86,11 @@ def load(results: Path = RESULTS, reported: Path = REPORTED) -> Sources:
 def model_of(name: str | None) -> str:
     """A model's name as reported.csv writes it: llama3_8b -> llama3-8b; the paper's shape of Qwen3-32B is its qwen3-32b."""
     return (name or "").lower().replace("_", "-").removesuffix("-paper")
+
+
+def our_method(name: str) -> str | None:
+    """A row's method as records call it, whether it is a record's or reported.csv's."""
+    return name if name in typing.get_args(Method) else method_of(name)
 
 
 def from_reported(rows: Iterable[dict[str, Any]], **changes: Any) -> list[Row]:
@@ -201,7 +207,7 @@ def over_ulysses(rows: Iterable[Row], metric: str = "throughput") -> list[Row]:
     rows = pick(rows, metric=metric)
     found = []
     for same in grouped(rows, lambda r: (r.mark, r.model, r.layers, r.gpus, r.gpu, r.kernel, r.tokens, r.source.split(",")[0])).values():
-        bases = [row for name in ("ulysses", "usp", "alst") for row in same if method_of(row.method) == name and row.value is not None]
+        bases = [row for name in ("ulysses", "usp", "alst") for row in same if our_method(row.method) == name and row.value is not None]
         for row in same if bases else ():
             if row.value is not None and row.outcome == "ok":
                 changes = {"metric": f"{metric} over Ulysses", "value": row.value / bases[0].value, "unit": "ratio"}
