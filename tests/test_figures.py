@@ -102,8 +102,9 @@ def new_records(sources):
     model = changed(sources, "stack", method="alst") | {"kernel": "fa4", "run_id": "new"}
     oom = dict.fromkeys(("time_s", "times_s", "warmup_steps", "tokens_per_s_per_gpu", "loss", "grad_norm", "peak_gib", "states_gib"))
     oom |= dict.fromkeys(("peak_above_states_gib", "peak_units", "reserved_gib"))
-    fast = changed(sources, "predict", point="paper-1M") | {"run_id": "new"}
+    fast = changed(sources, "predict", point="paper-1M") | {"run_id": "new", "stack": None, "figure": "figure5-multinode"}
     full = model | {"layers": 32, "gpus": 8, "sp": 8, "tokens": 2**20, "method": "upipe"} | oom
+    told = {"time_s": model["time_s"] * 1.1, "peak_gib": model["peak_gib"]}
     ladder = model | oom | {"longest_tokens": 2**18, "rung": "+ UPipe", "preset": "figure1", "cap_gib": 28.0, "memory_only": True}
     return {
         "table3-2gpu": [model | oom | {"point": "a", "layers": 4, "method": "fpdt", "outcome": "oom_device", "reason": "no memory"}],
@@ -117,7 +118,8 @@ def new_records(sources):
         ],
         "memory-ladder": [ladder | {"point": "d", "search_complete": True}],
         "glm": [model | {"point": "e", "model": "glm-mini", "setting": "indexer-sharded"}],
-        "planner": [model | {"point": "f", "predicted": {"time_s": model["time_s"] * 1.1, "peak_gib": model["peak_gib"]}}],
+        # Of a prediction for another GPU than the record's nothing is made.
+        "planner": [model | {"point": gpus, "predicted": told | {"machine": gpus}} for gpus in ("2xH200-141GB", "2xH100-80GB")],
     }
 
 
@@ -140,7 +142,8 @@ def test_new_records_need_no_new_code(folder, sources):
     rows = {name: figures.FAMILIES[name].rows(after) for name in wanted}
     assert [r.outcome for r in values.pick(rows["table3-2gpu"], method="fpdt")] == ["oom", "oom"]
     assert {r.outcome for r in values.pick(rows["table3"], mark="measured")} == {"ok", "oom"}
-    assert [r.value for r in values.pick(rows["multinode"], mark="predicted", metric="throughput over Ulysses")] == [1.0, 1.0]
+    found = values.pick(rows["multinode"], mark="predicted", metric="throughput over Ulysses")
+    assert [(r.value, r.setting) for r in found] == [(1.0, "8u2r, paper's set-up")] * 2
     assert [round(off, 3) for row, off in planner.errors(rows["planner"]) if ", new, " in row.source] == [10.0, 0.0]
 
 

@@ -3,7 +3,7 @@
 A prediction belongs to a measurement where
 
     a record of provenance "predicted" has its point, model and layers (and in `of` its experiment), or
-    the measured record has `predicted`, a mapping with time_s, tokens_per_s_per_gpu or peak_gib.
+    the measured record has `predicted`, a mapping with machine and time_s, tokens_per_s_per_gpu or peak_gib, as the runner writes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from experiments.figures import style
 from experiments.figures.throughput import whole_models
-from experiments.figures.values import METRICS, Row, Sources, from_record, from_reported, grouped, model_of, our_method, pick
+from experiments.figures.values import METRICS, Row, Sources, from_record, from_reported, grouped, model_of, our_method, pick, stack_of
 
 COMPARED = ("step_time", "throughput", "peak", "peak_above_inputs")
 MARKERS = ("s", "^", "D", "v", "P", "X", "h")
@@ -36,13 +36,19 @@ def _measured(sources: Sources) -> list[tuple[Row, Row]]:
             continue
         plan = predicted.get(_key(record, record["experiment"]))
         own = record.get("predicted")
-        if plan is None and isinstance(own, dict):
+        if plan is None and isinstance(own, dict) and _same_gpu(record, own):
             plan = record | {METRICS[m][0]: own.get(METRICS[m][0]) for m in COMPARED} | {"provenance": "predicted"}
         for metric in COMPARED if plan is not None else ():
             true, said = from_record(record, metric), from_record(plan, metric)
             if None not in (true.value, said.value):
                 pairs.append((true, dataclasses.replace(said, setting=true.setting, kernel=true.kernel, width=true.width)))
     return pairs
+
+
+def _same_gpu(record: dict[str, Any], own: dict[str, Any]) -> bool:
+    """Whether a record's prediction is of the kind of GPU that it ran on: an experiment's hardware may be another."""
+    name = (record["gpu"] or "").removeprefix("NVIDIA ").split()
+    return bool(name) and name[0] in own.get("machine", "")
 
 
 def _key(record: dict[str, Any], experiment: str) -> tuple:
@@ -57,12 +63,13 @@ def _published(sources: Sources) -> list[tuple[Row, Row]]:
     published = from_reported(paper, setting=setup)
     pairs = []
     for record in whole_models(sources):
-        if record["provenance"] == "predicted" and record.get("stack") == "paper":
+        if record["provenance"] == "predicted" and stack_of(record) == "paper":
             for metric in wanted:
                 said = from_record(record, metric)
                 same = pick(published, model=said.model, gpus=said.gpus, tokens=said.tokens, metric=metric)
-                ring = (record["ring"] or 1) > 1
-                same = [r for r in same if our_method(r.method) == said.method and ring == r.method.endswith("2r")]
+                # The paper's Ulysses on two nodes is Ulysses inside a node and a ring across: USP.
+                theirs = {"usp": ("usp", "ulysses")}.get(said.method, (said.method,))
+                same = [row for row in same if our_method(row.method) in theirs]
                 pairs += [(dataclasses.replace(row, method=said.method), said) for row in same if said.value is not None]
     return pairs
 

@@ -8,7 +8,19 @@ from typing import Any
 from experiments import points
 from experiments.figures import FAMILIES, throughput
 from experiments.figures.style import KERNELS, MODELS
-from experiments.figures.values import Row, Sources, from_record, from_reported, grouped, markdown, model_of, number, over_ulysses, pick
+from experiments.figures.values import (
+    Row,
+    Sources,
+    from_record,
+    from_reported,
+    grouped,
+    markdown,
+    model_of,
+    number,
+    over_ulysses,
+    pick,
+    stack_of,
+)
 from upipe.records import format_tokens
 
 README = points.ROOT / "README.md"
@@ -61,7 +73,7 @@ def predictions(sources: Sources, stack: str) -> dict[int, dict[str, Any]]:
     """Predictions of Llama3-8B's Table 3 for a stack, `paper` or `ours`: tokens -> record."""
     return {
         record["tokens"]: record for record in throughput.whole_models(sources)
-        if record["provenance"] == "predicted" and record.get("stack") == stack and record["method"] == "upipe"
+        if stack_of(record) == stack and record["method"] == "upipe"
         and (model_of(record["model"]), record["gpus"], record["ring"] or 1) == ("llama3-8b", 8, 1)
     }  # fmt: skip
 

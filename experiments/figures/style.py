@@ -106,7 +106,7 @@ def legend_below(made: Figure, axes: Iterable[Axes], columns: int) -> None:
 def lines(axis: Axes, rows: Iterable[Row]) -> None:
     """Every series over lengths. At the first length that ended in OOM the word stands under the curves, with the series' marker."""
     styles: dict[tuple, int] = {}
-    levels: dict[int, int] = {}
+    taken: list[tuple[int, int]] = []  # tokens, level: words of neighbours stand above each other
     under = axis.get_xaxis_transform()
     for mine in series(rows):
         _, colour, marker = sign(mine[0].method)
@@ -120,8 +120,9 @@ def lines(axis: Axes, rows: Iterable[Row]) -> None:
         axis.plot(*(zip(*points) if points else ([], [])), color=colour, marker=marker, markersize=5, label=label(mine[0]), **look)
         # Longer ones are out of memory too.
         for row in sorted(pick(mine, outcome="oom"), key=lambda row: row.tokens)[:1]:
-            place = 0.03 + 0.06 * levels.setdefault(row.tokens, 0)
-            levels[row.tokens] += 1
+            near = {level for tokens, level in taken if 0.6 < tokens / row.tokens < 1.6}
+            taken.append((row.tokens, level := min(set(range(len(taken) + 1)) - near)))
+            place = 0.03 + 0.06 * level
             face = look["markerfacecolor"]
             axis.plot([row.tokens], [place], marker=marker, color=colour, markerfacecolor=face, markersize=4, transform=under)
             said = "OOM (host)" if row.note == "oom_host" else "OOM"
@@ -182,11 +183,12 @@ def missing(axis: Axes, rows: Iterable[Row], place: tuple[float, float] = (0.98,
         axis.text(*place, NOTHING, transform=axis.transAxes, ha="right", va="top", fontsize=7.5, color="0.35", style="italic")
 
 
-def mark_legend(axis: Axes, marks: Iterable[str], **settings: Any) -> None:
-    """Bars' marks."""
+def mark_legend(made: Figure, marks: Iterable[str], **settings: Any) -> None:
+    """Bars' marks, under the panels."""
     there = set(marks)
     looks = {"reported": "white", "measured": "0.35", "predicted": "0.93"}
-    axis.legend(handles=[Patch(facecolor=looks[m], edgecolor="0.35", hatch=HATCH[m], label=m) for m in MARKS if m in there], **settings)
+    handles = [Patch(facecolor=looks[m], edgecolor="0.35", hatch=HATCH[m], label=m) for m in MARKS if m in there]
+    made.legend(handles=handles, loc="outside lower center", ncols=3, **settings)
 
 
 def series(rows: Iterable[Row]) -> list[list[Row]]:

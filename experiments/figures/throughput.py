@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.figures import style
-from experiments.figures.values import Row, Sources, from_record, from_reported, grouped, model_of, over_ulysses, pick
+from experiments.figures.values import Row, Sources, from_record, from_reported, grouped, model_of, over_ulysses, pick, stack_of
 from upipe.records import format_tokens
 
 PUBLISHED = {"llama3-8b": (8, 32, "Llama3-8B"), "qwen3-32b": (16, 64, "Qwen3-32B")}
 """Model -> GPUs and decoder layers of Table 3, and its name."""
 
 
-def whole_models(sources: Sources) -> list[dict]:
-    """The last record of every point of a whole model, published models on GPUs; searches for the longest length left out."""
-    searches = ("longest_tokens", "tried")
-    return [
-        record for record in sources.records
-        if record.get("scope") == "model" and record["gpus"] and model_of(record["model"]) in PUBLISHED
-        and not any(name in record for name in searches) and not str(record.get("point", "")).startswith("longest")
-    ]  # fmt: skip
+def whole_models(sources: Sources) -> list[dict[str, Any]]:
+    """The last record of every point of a whole model, published models on GPUs, and of predictions of one set-up the last.
+
+    Searches for the longest length are left out.
+    """
+    found: dict[Any, dict[str, Any]] = {}
+    for number, record in enumerate(sources.records):
+        search = "longest_tokens" in record or str(record.get("point", "")).startswith("longest")
+        if search or record.get("scope") != "model" or not record["gpus"] or model_of(record["model"]) not in PUBLISHED:
+            continue
+        same = ("model", "layers", "gpus", "gpu", "method", "ring", "tokens")
+        key = (stack_of(record), *(record[name] for name in same)) if stack_of(record) else number
+        found[key] = record
+    return list(found.values())
 
 
 def rows(sources: Sources) -> list[Row]:
@@ -68,7 +76,7 @@ def rows_2gpu(sources: Sources) -> list[Row]:
 
 
 def draw_2gpu(found: list[Row]) -> Figure:
-    groups = grouped(found, lambda r: (r.model, r.layers, r.gpus, r.gpu, r.tokens))
+    groups = grouped(found, lambda r: (r.model, r.layers, r.gpus, r.gpu, r.tokens, r.source.split(".")[0]))
     count = sum(len(grouped(mine, lambda r: (r.mark, r.series))) + 1.4 for mine in groups.values())
     figure, axes = style.figure(1, 2, 10, max(2.4, 0.24 * count + 1.1), sharey=True)
     left, right = axes[0]
@@ -79,8 +87,8 @@ def draw_2gpu(found: list[Row]) -> Figure:
     left.set_zorder(2)  # titles reach into the right panel
     left.patch.set_visible(False)
     place, ticks = 0.0, []
-    for (model, layers, gpus, gpu, tokens), mine in groups.items():
-        title = f"{PUBLISHED[model][2]}, {layers} of {PUBLISHED[model][1]} layers, {format_tokens(tokens)} tokens, {gpus} × {gpu}"
+    for (model, layers, gpus, gpu, tokens, sweep), mine in groups.items():
+        title = f"{PUBLISHED[model][2]}, {layers} of {PUBLISHED[model][1]} layers, {format_tokens(tokens)} tokens, {gpus} × {gpu} ({sweep})"
         left.text(0.0, place, title, transform=left.get_yaxis_transform(), fontsize=8, fontweight="bold", va="center")
         place += 1
         for same in grouped(mine, lambda r: (r.mark, r.series)).values():
@@ -97,7 +105,7 @@ def draw_2gpu(found: list[Row]) -> Figure:
         axis.set_xlabel(text)
         axis.set_xlim(0, 1.35 * max([row.value or 0 for row in pick(found, metric=metric)] + [1e-9]))
         axis.grid(axis="y", visible=False)
-    style.mark_legend(right, (row.mark for row in found), loc="lower right", title="(×): over Ulysses'")
+    style.mark_legend(figure, (row.mark for row in found), title="(×): over Ulysses' of the same sweep and kernel", title_fontsize=7.5)
     return figure
 
 

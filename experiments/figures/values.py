@@ -128,18 +128,27 @@ def from_record(record: dict[str, Any], metric: str, **changes: Any) -> Row:
     return dataclasses.replace(row, **changes)
 
 
+def stack_of(record: dict[str, Any]) -> str | None:
+    """Whose set-up a prediction is of: "paper", also of one made for a figure of its, "ours" or a guide's figure; None for a run."""
+    if record["provenance"] != "predicted":
+        return None
+    figure = record.get("figure")
+    paper = figure is not None and not str(figure).startswith("trl")
+    return record.get("stack") or ("paper" if paper else figure)
+
+
 def setting_of(record: dict[str, Any]) -> str:
     """What a reader needs to tell records of one method apart: stack, place of the attention output, overlap, stage width."""
-    words = [{"paper": "paper's set-up", "ours": "this stack"}.get(record.get("stack"), record.get("stack"))]
+    stack = stack_of(record)
+    words, whole = [{"paper": "paper's set-up", "ours": "this stack"}.get(stack, stack)], stack is not None
     if record["method"] == "upipe":
-        whole = record.get("stack") is not None
         words += [] if whole else [f"output on {record['attention_output']}"]
         words += ["no overlap"] if record["overlap"] is False and not whole else []
         words += ["bf16 dx"] if record["dx"] == "bfloat16" and not whole else []
         widest = record["heads_per_stage"] not in (None, record["sp"])
         words += [f"U={record['heads_per_stage']}"] if widest else []
     words += ["fused layers"] if record.get("fused") else []
-    words += ["pageable"] if record["offload"] == "pageable" and record.get("stack") is None else []
+    words += ["pageable"] if record["offload"] == "pageable" and not whole else []
     words += ["memory only"] if record.get("memory_only") else []
     return ", ".join(str(word) for word in words if word)
 
