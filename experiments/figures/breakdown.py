@@ -25,7 +25,7 @@ LOOKS = {
     "idle": ("idle", "white", "...."),
     "forward": ("forward", "0.75", ""),
     "backward": ("backward, recomputation in it", "0.4", ""),
-    "optimizer": ("optimizer", "white", "////"),
+    "optimizer": ("optimizer", "white", "||||"),
 }
 
 
@@ -100,7 +100,7 @@ def draw(found: list[Row]) -> Figure:
         axis.margins(x=0.1)
         axis.grid(axis="y", visible=False)
         axis.set_xlabel("time (ms)")
-        deep = f"{layers} layers" if scope == "model" else "one attention block under checkpointing"
+        deep = f"{layers} layers" if scope == "model" else "a checkpointed attention block"
         axis.set_title(f"{style.model(mine[0])}, {deep}, {format_tokens(tokens)} tokens, {gpus} × {gpu}, measured ({note})", loc="left")
     style.legend_below(figure, axes[:, 0], 3)
     return figure

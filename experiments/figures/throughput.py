@@ -89,7 +89,7 @@ def draw_2gpu(found: list[Row]) -> Figure:
     place, ticks = 0.0, []
     for (model, layers, gpus, gpu, tokens, sweep), mine in groups.items():
         title = f"{PUBLISHED[model][2]}, {layers} of {PUBLISHED[model][1]} layers, {format_tokens(tokens)} tokens, {gpus} × {gpu} ({sweep})"
-        left.text(0.0, place, title, transform=left.get_yaxis_transform(), fontsize=8, fontweight="bold", va="center")
+        left.text(0.0, place, title, transform=left.get_yaxis_transform(), fontsize=8, fontweight="bold", va="center", in_layout=False)
         place += 1
         for same in grouped(mine, lambda r: (r.mark, r.series)).values():
             ticks.append((place, style.name(same[0])))

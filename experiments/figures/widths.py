@@ -78,7 +78,8 @@ def draw(found: list[Row]) -> Figure:
         bottom.set_ylabel("peak (u, a rank's bf16 hidden state)")
         bottom.set_ylim(bottom=0)
         bottom.set_xlabel("U (query heads a stage, all ranks)")
-        deep = f"{layers} layers" if layers > 1 else "attention"
+        scope, what = what.split(", ", 1)
+        deep = f"{layers} layers" if scope == "model" else "attention block"
         words = (style.MODELS.get(model, model), deep, what, style.KERNELS.get(kernel, kernel))
         top.set_title(f"{', '.join(words)}\n{gpus} × {gpu}, measured", loc="left")
         top.legend(title="tokens", loc="upper right")
