@@ -84,9 +84,9 @@ def render(sources: Sources) -> str:
         "Every number is *reported* (by the paper or a guide; [reported.csv](paper_figures/reported.csv) has the sources), *measured* "
         "(by this library, on two H200s: it has run on nothing larger) or *predicted* (by `upipe plan`). "
         "[docs/claims.md](docs/claims.md) goes through the published claims one by one.",
-        "**Whole models, two H200s, measured**, beside Table 3 (8 × H100, other depth and kernel: compare the ratios). Where a sweep has no "
-        "plain Ulysses, DeepSpeed's ALST stack around it stands in. Output on the host, which saves a forward of attention, is not "
-        "the paper's.",
+        "**Whole models, two H200s, measured**, beside Table 3 (8 × H100, other depth and kernel: compare the ratios). Where a sweep has "
+        "no plain Ulysses, DeepSpeed's ALST stack around it stands in. Output on the host, which saves a forward of attention, is "
+        "not the paper's.",
         _whole(sources),
         "**One attention block under checkpointing, Llama3-8B, two H200s, measured**: time and peak above the block's inputs over Ulysses' "
         f"in the same run. Reported for whole models at 3M on 8 GPUs: attention's peak {_reported_peaks(sources)}.",
