@@ -22,7 +22,6 @@ One record a lever is appended to ladder.jsonl: the longest length that trained,
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 import traceback
 from collections.abc import Callable
@@ -48,6 +47,7 @@ from experiments.stack_methods import (
     forget_caches,
     named_kernel,
 )
+from experiments.table import REPORTED, read_reported
 from upipe import kernels, outcomes, records
 from upipe.build import hf_config
 from upipe.config import ConfigError
@@ -360,13 +360,10 @@ def reported(source: str | None, method: str | None) -> int | None:
     """The longest length that a source reports for a method, from reported.csv."""
     if source is None or method is None:
         return None
-    path = Path(__file__).parent / "reported.csv"
-    with path.open() as lines:
-        rows = csv.DictReader(line for line in lines if not line.startswith("#"))
-        for row in rows:
-            if row["source"].endswith(source) and row["method"] == method and row["metric"] == "max_tokens":
-                return int(float(row["value"]))
-    raise ConfigError(f"{path}: no max_tokens of {source}, {method}")
+    for row in read_reported(REPORTED):
+        if row["source"].endswith(source) and row["method"] == method and row["metric"] == "max_tokens":
+            return int(row["value"])
+    raise ConfigError(f"{REPORTED}: no max_tokens of {source}, {method}")
 
 
 def table(found: list[dict[str, Any]]) -> str:

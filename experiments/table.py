@@ -22,7 +22,7 @@ from upipe import records
 from upipe.config import ConfigError
 from upipe.records import RecordError, format_tokens, method_of
 
-REPORTED = points.ROOT / "experiments" / "reported.csv"
+REPORTED = points.ROOT / "paper_figures" / "reported.csv"
 COLUMNS = (
     "provenance", "model", "layers", "method", "scope", "sp", "ring", "dp", "zero", "heads_per_stage", "kernel",
     "attention_output", "attention_output_host_layers", "offload", "keep_layers_on_gpu", "store_every", "overlap", "dx",
@@ -37,7 +37,7 @@ def render(found: list[dict[str, Any]], reported: list[dict[str, Any]] | None = 
     if not found:
         return "no records yet"
     rows: dict[tuple, dict[int, str]] = {}
-    for record in _latest(found):
+    for record in latest(found):
         key = tuple(record.get(name) for name in COLUMNS)
         cells = rows.setdefault(key, {})
         cells[record["tokens"]] = _cell(record)
@@ -75,11 +75,12 @@ def read_reported(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _latest(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def latest(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last record of every point, in the order in which points first appeared; all of those without a point."""
     last: dict[Any, dict[str, Any]] = {}
     for number, record in enumerate(found):
-        last[(record["provenance"], record.get("point", number))] = record
+        names = [record[name] for name in ("experiment", "provenance", "model", "layers")]
+        last[(*names, record.get("point", number))] = record
     return list(last.values())
 
 
@@ -134,7 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("name", metavar="NAME", help="an experiment, or a file of records")
     parser.add_argument("--results", default=str(points.ROOT / "experiments" / "results"), metavar="DIR", help="where NAME.jsonl is")
-    parser.add_argument("--compare", nargs="?", const=str(REPORTED), metavar="CSV", help="add published numbers (experiments/reported.csv)")
+    published = "add published numbers (paper_figures/reported.csv)"
+    parser.add_argument("--compare", nargs="?", const=str(REPORTED), metavar="CSV", help=published)
     options = parser.parse_args(arguments)
     path = Path(options.name) if options.name.endswith(".jsonl") else Path(options.results) / f"{options.name}.jsonl"
     try:

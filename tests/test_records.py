@@ -184,7 +184,7 @@ def test_published_method_names():
 
 
 def test_every_published_row_has_a_known_method():
-    with open(ROOT / "experiments" / "reported.csv") as file:
+    with open(ROOT / "paper_figures" / "reported.csv") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     assert len(rows) > 150
     mapped = {row["method"]: method_of(row["method"]) for row in rows}

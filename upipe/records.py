@@ -173,7 +173,7 @@ REPORTED_METHODS: dict[str, str | None] = {
         )
     ),
 }
-"""Method names of the published numbers (`experiments/reported.csv`) -> ours. "none" is one sequence on one process or
+"""Method names of the published numbers (`paper_figures/reported.csv`) -> ours. "none" is one sequence on one process or
 without sequence parallelism; None marks rows that no method of ours stands for (another system's ablation)."""
 
 

@@ -1,0 +1,110 @@
+"""Where a step's time goes, from the profiler's summary in a record (`experiments.block_trace.summary`).
+
+The window is divided without rest: computation (by the names of its twelve longest kernels, `upipe.profiling.kind_of`, and
+other: all further kernels), exchanges and host copies that no computation hides, idle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.figures import style
+from experiments.figures.values import Row, Sources, from_record, grouped
+from upipe import profiling
+from upipe.records import format_tokens
+
+LOOKS = {
+    "attention": ("attention kernels", "0.25", ""),
+    "products": ("products (projections, output, MLP)", "0.6", ""),
+    "other": ("other kernels (norms, rotation, copies on the GPU)", "0.85", ""),
+    "exchange": ("exchange, exposed", "white", "////"),
+    "host copies": ("host copies, exposed", "white", "xxxx"),
+    "idle": ("idle", "white", "...."),
+    "forward": ("forward", "0.75", ""),
+    "backward": ("backward, recomputation in it", "0.4", ""),
+    "optimizer": ("optimizer", "white", "||||"),
+}
+
+
+def parts(profile: dict[str, Any]) -> dict[str, float]:
+    """A profile's window in ms by part; the parts add up to it."""
+    named = {profiling.ATTENTION: 0.0, profiling.PRODUCTS: 0.0}
+    for kernel in profile["top"]:
+        kind = profiling.kind_of(kernel["name"])
+        if kind in named:
+            named[kind] += kernel["ms"]
+    communication = profile["communication"]["exposed_ms"]
+    exchange = min(profile["nccl"]["exposed_ms"], communication)
+    return {
+        "attention": named[profiling.ATTENTION],
+        "products": named[profiling.PRODUCTS],
+        "other": profile["compute_ms"] - sum(named.values()),
+        "exchange": exchange,
+        "host copies": communication - exchange,
+        "idle": profile["idle_ms"],
+    }
+
+
+def rows(sources: Sources) -> list[Row]:
+    """Parts (ms) of the last profiled record of each point; of whole models without a profile forward, backward, optimizer."""
+    found = []
+    last: dict[tuple, dict] = {}
+    for record in sources.every:
+        if record["gpus"] and record["outcome"] == "ok" and (_profile(record) or record.get("scope") == "model" and record.get("parts_s")):
+            last[tuple(record.get(name) for name in ("experiment", "model", "layers", "point"))] = record
+    for record in last.values():
+        profile = _profile(record)
+        split = parts(profile) if profile else {name: 1e3 * s for name, s in record["parts_s"].items()}
+        whole = from_record(record, "step_time", setting=_setting(record), unit="ms")
+        note = "profiled step" if profile else "timed step"
+        found += [dataclasses.replace(whole, metric=name, value=value, note=note) for name, value in split.items()]
+    return found
+
+
+def _profile(record: dict[str, Any]) -> dict[str, Any] | None:
+    profile = record.get("profile") or record.get("trace")
+    return profile if isinstance(profile, dict) and "window_ms" in profile else None
+
+
+def _setting(record: dict[str, Any]) -> str:
+    return ", ".join(filter(None, (record.get("scope"), from_record(record, "step_time").setting)))
+
+
+def draw(found: list[Row]) -> Figure:
+    panels = grouped(found, lambda r: (r.model, r.layers, r.gpus, r.gpu, r.setting.split(", ")[0], r.tokens, r.note))
+    panels = dict(sorted(panels.items(), key=lambda item: (item[0][4], item[0][0], item[0][1] or 0, item[0][5])))
+    counts = [len(grouped(mine, lambda r: r.series)) for mine in panels.values()] or [3]
+    figure, axes = style.figure(len(counts), 1, 9, 0.27 * sum(counts) + 1.2 * len(counts), height_ratios=[n + 2.2 for n in counts])
+    if not panels:
+        style.nothing(axes[0][0])
+        return figure
+    for axis, ((_, layers, gpus, gpu, scope, tokens, note), mine) in zip(axes[:, 0], panels.items()):
+        bars = grouped(sorted(mine, key=lambda r: r.kernel or ""), lambda r: r.series)
+        for place, same in enumerate(bars.values()):
+            left, whole = 0.0, sum(row.value for row in same)
+            for row in same:
+                text, shade, hatch = LOOKS.get(row.metric, (row.metric, "0.95", "\\\\\\\\"))
+                axis.barh(place, row.value, left=left, height=0.7, facecolor=shade, edgecolor="0.2", linewidth=0.7, hatch=hatch, label=text)
+                if row.value > 0.09 * whole:
+                    light = shade not in ("0.25", "0.4")
+                    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8} if hatch else None
+                    look = {"ha": "center", "va": "center", "fontsize": 7.5, "color": "k" if light else "w", "bbox": box}
+                    axis.text(left + row.value / 2, place, f"{100 * row.value / whole:.0f} %", **look)
+                left += row.value
+            axis.annotate(f"{left:.0f} ms", (left, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5)
+        axis.set_yticks(range(len(bars)), [_label(same[0]) for same in bars.values()])
+        axis.invert_yaxis()
+        axis.margins(x=0.1)
+        axis.grid(axis="y", visible=False)
+        axis.set_xlabel("time (ms)")
+        deep = f"{layers} layers" if scope == "model" else "a checkpointed attention block"
+        axis.set_title(f"{style.model(mine[0])}, {deep}, {format_tokens(tokens)} tokens, {gpus} × {gpu}, measured ({note})", loc="left")
+    style.legend_below(figure, axes[:, 0], 3)
+    return figure
+
+
+def _label(row: Row) -> str:
+    return style.name(dataclasses.replace(row, setting=", ".join(row.setting.split(", ")[1:])))

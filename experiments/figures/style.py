@@ -1,0 +1,197 @@
+"""One look for all figures: fonts, the sign of each method, and fill for the mark, so that greyscale is enough.
+
+Lines: a method is a marker and a shade; its mark is line and fill: reported solid and hollow, measured thick and filled,
+predicted dashed and grey-filled. Bars: reported hatched, measured full, predicted dotted. OOM is the word OOM.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from PIL import Image
+
+from experiments.figures.values import MARKS, Row, grouped, number, our_method, pick
+from upipe.records import format_tokens
+
+LOOK = {
+    "font.size": 9, "axes.titlesize": 9.5, "axes.labelsize": 9, "legend.fontsize": 7.5, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "grid.color": "0.9", "grid.linewidth": 0.6, "axes.axisbelow": True,
+    "hatch.linewidth": 0.6, "figure.constrained_layout.use": True, "pdf.fonttype": 42, "legend.frameon": False,
+}  # fmt: skip
+METHODS = {
+    "upipe": ("UPipe", "#08306b", "o"),
+    "ulysses": ("Ulysses", "#c8553d", "s"),
+    "alst": ("Ulysses (ALST stack)", "#d98c5f", "s"),
+    "ring": ("Ring", "#3f8f5b", "^"),
+    "usp": ("USP", "#a23b72", "p"),
+    "fpdt": ("FPDT", "#d9a514", "D"),
+    "native": ("PyTorch native", "#8a8f98", "v"),
+    "official-upipe": ("official UPipe", "#5b8fc7", "h"),
+    "kernel": ("bare kernel", "#555555", "x"),
+    "none": ("one GPU", "#555555", "X"),
+}
+HATCH = {"reported": "////", "measured": "", "predicted": "...."}
+NOTHING = "no measured value yet"
+KERNELS = {"fa4": "FA4", "fa3": "FA3", "fa2": "FA2", "cudnn": "cuDNN"}
+MODELS = {"llama3-8b": "Llama3-8B", "qwen3-32b": "Qwen3-32B", "glm-5.3-flash": "GLM-5.3-Flash"}
+
+
+def look() -> Any:
+    """The context in which a figure is drawn."""
+    return pyplot.rc_context(LOOK)
+
+
+def figure(rows: int, columns: int, width: float, height: float, **settings: Any) -> tuple[Figure, Any]:
+    """A figure and its axes [rows, columns]. Inches."""
+    return pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, **settings)
+
+
+def picture(made: Figure, ending: str = "png") -> bytes:
+    """A figure as PNG or PDF, the same bytes for the same figure."""
+    metadata = {"png": {"Software": None}, "pdf": {"CreationDate": None, "ModDate": None}}[ending]
+    stream = io.BytesIO()
+    with look():
+        made.savefig(stream, format=ending, dpi=120, metadata=metadata)
+    if ending == "pdf":
+        return stream.getvalue()
+    # Few shades are in use: a palette is a third of the bytes.
+    smaller = io.BytesIO()
+    Image.open(stream).convert("RGB").quantize(64).save(smaller, format="png", optimize=True)
+    return smaller.getvalue()
+
+
+def close(made: Figure) -> None:
+    pyplot.close(made)
+
+
+def sign(method: str) -> tuple[str, str, str]:
+    """Label, colour and marker of a method, ours or as reported.csv calls it."""
+    return METHODS[method if method in METHODS else our_method(method) or "none"]
+
+
+def label(row: Row) -> str:
+    """What a legend says of a series: method, setting, kernel, mark."""
+    return f"{name(row)}, {row.mark}"
+
+
+def name(row: Row) -> str:
+    """A series without its mark."""
+    words = ", ".join(filter(None, (row.setting, KERNELS.get(row.kernel, row.kernel))))
+    return f"{sign(row.method)[0]}{f' ({words})' if words else ''}"
+
+
+def model(row: Row) -> str:
+    """A model's name."""
+    return MODELS.get(row.model, row.model)
+
+
+def legend_below(made: Figure, axes: Iterable[Axes], columns: int) -> None:
+    """One legend for all panels, each entry once, under them."""
+    entries: dict[str, Any] = {}
+    for axis in axes:
+        for handle, text in zip(*axis.get_legend_handles_labels()):
+            entries.setdefault(text, handle)
+    made.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns)
+
+
+def lines(axis: Axes, rows: Iterable[Row]) -> None:
+    """Every series over lengths. At the first length that ended in OOM the word stands under the curves, with the series' marker."""
+    styles: dict[tuple, int] = {}
+    taken: list[tuple[int, int]] = []  # tokens, level: words of neighbours stand above each other
+    under = axis.get_xaxis_transform()
+    for mine in series(rows):
+        _, colour, marker = sign(mine[0].method)
+        again = styles[(mine[0].mark, marker)] = styles.get((mine[0].mark, marker), -1) + 1
+        look = {
+            "reported": {"linestyle": "-", "linewidth": 1.1, "markerfacecolor": "white"},
+            "measured": {"linestyle": "-", "linewidth": 2.2, "markerfacecolor": colour},
+            "predicted": {"linestyle": ("--", ":", "-.")[again % 3], "linewidth": 1.2, "markerfacecolor": "0.8"},
+        }[mine[0].mark]
+        points = sorted((row.tokens, row.value) for row in mine if row.value is not None and row.outcome == "ok")
+        axis.plot(*(zip(*points) if points else ([], [])), color=colour, marker=marker, markersize=5, label=label(mine[0]), **look)
+        # Longer ones are out of memory too.
+        for row in sorted(pick(mine, outcome="oom"), key=lambda row: row.tokens)[:1]:
+            near = {level for tokens, level in taken if 0.6 < tokens / row.tokens < 1.6}
+            taken.append((row.tokens, level := min(set(range(len(taken) + 1)) - near)))
+            place = 0.03 + 0.06 * level
+            face = look["markerfacecolor"]
+            axis.plot([row.tokens], [place], marker=marker, color=colour, markerfacecolor=face, markersize=4, transform=under)
+            said = "OOM (host)" if row.note == "oom_host" else "OOM"
+            axis.annotate(
+                said, (row.tokens, place), xycoords=under, xytext=(4, 0), textcoords="offset points", va="center", fontsize=6, color=colour
+            )
+
+
+def lengths(axis: Axes, rows: Iterable[Row]) -> None:
+    """A logarithmic axis of lengths, with the lengths there are."""
+    there = sorted({row.tokens for row in rows if row.tokens})
+    axis.set_xscale("log", base=2)
+    axis.minorticks_off()
+    # Of neighbours closer than this only one is written.
+    shown = [t for i, t in enumerate(there) if i == 0 or t / there[i - 1] > 1.3 or t == there[-1]]
+    axis.set_xticks(shown, [format_tokens(tokens) for tokens in shown], rotation=45 if len(shown) > 7 else 0)
+    axis.set_xlabel("sequence length (tokens)")
+    if there:
+        axis.set_xlim(there[0] / 1.25, there[-1] * 1.45)
+
+
+def bars(axis: Axes, rows: list[Row], labels: list[str], unit: str) -> None:
+    """Horizontal bars, the first on top, each with its value or OOM at its end."""
+    places = list(range(len(rows)))
+    for place, row in zip(places, rows):
+        bar(axis, place, row)
+    axis.set_yticks(places, labels)
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.set_xlim(0, 1.18 * max([row.value or 0 for row in rows] + [1e-9]))
+    axis.set_xlabel(unit)
+
+
+def bar(axis: Axes, place: float, row: Row, more: str = "") -> None:
+    """One horizontal bar in the look of its mark, its value, and `more` behind it."""
+    colour = sign(row.method)[1]
+    looks = {
+        "reported": {"facecolor": "white", "edgecolor": colour},
+        "measured": {"facecolor": colour, "edgecolor": colour},
+        "predicted": {"facecolor": "0.93", "edgecolor": colour, "linestyle": "--"},
+    }
+    axis.barh(place, row.value or 0.0, height=0.7, hatch=HATCH[row.mark], **looks[row.mark])
+    said = {"ok": "", "oom": "OOM"}.get(row.outcome, row.outcome)
+    value = "" if row.value is None else number(row.value)
+    text = " ".join(filter(None, (value, said, more)))
+    axis.annotate(text, (row.value or 0.0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5)
+
+
+def nothing(axis: Axes, what: str = NOTHING) -> None:
+    """An empty panel that says so."""
+    axis.set_axis_off()
+    axis.text(0.5, 0.5, what, transform=axis.transAxes, ha="center", va="center", fontsize=9, color="0.35", wrap=True)
+
+
+def missing(axis: Axes, rows: Iterable[Row], place: tuple[float, float] = (0.98, 0.98)) -> None:
+    """A line in the panel where none of its values was measured."""
+    if not any(row.mark == "measured" for row in rows):
+        axis.text(*place, NOTHING, transform=axis.transAxes, ha="right", va="top", fontsize=7.5, color="0.35", style="italic")
+
+
+def mark_legend(made: Figure, marks: Iterable[str], **settings: Any) -> None:
+    """Bars' marks, under the panels."""
+    there = set(marks)
+    looks = {"reported": "white", "measured": "0.35", "predicted": "0.93"}
+    handles = [Patch(facecolor=looks[m], edgecolor="0.35", hatch=HATCH[m], label=m) for m in MARKS if m in there]
+    made.legend(handles=handles, loc="outside lower center", ncols=3, **settings)
+
+
+def series(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows by mark, set-up, method and setting: reported first."""
+    order = sorted(rows, key=lambda row: MARKS.index(row.mark))
+    return list(grouped(order, lambda row: (row.mark, row.model, row.layers, row.gpus, row.gpu, row.series)).values())

@@ -1,0 +1,117 @@
+"""Table 3 of Untied Ulysses (arXiv 2602.21196): throughput of every method over lengths, and its variant on two GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.figures import style
+from experiments.figures.values import Row, Sources, from_record, from_reported, grouped, model_of, over_ulysses, pick, stack_of
+from upipe.records import format_tokens
+
+PUBLISHED = {"llama3-8b": (8, 32, "Llama3-8B"), "qwen3-32b": (16, 64, "Qwen3-32B")}
+"""Model -> GPUs and decoder layers of Table 3, and its name."""
+
+
+def whole_models(sources: Sources) -> list[dict[str, Any]]:
+    """The last record of every point of a whole model, published models on GPUs, and of predictions of one set-up the last.
+
+    Searches for the longest length are left out.
+    """
+    found: dict[Any, dict[str, Any]] = {}
+    for number, record in enumerate(sources.records):
+        search = "longest_tokens" in record or str(record.get("point", "")).startswith("longest")
+        if search or record.get("scope") != "model" or not record["gpus"] or model_of(record["model"]) not in PUBLISHED:
+            continue
+        same = ("model", "layers", "gpus", "gpu", "method", "ring", "tokens")
+        key = (stack_of(record), *(record[name] for name in same)) if stack_of(record) else number
+        found[key] = record
+    return list(found.values())
+
+
+def rows(sources: Sources) -> list[Row]:
+    """Table 3 as published, and records of its models at full depth on as many GPUs."""
+    found = from_reported(r for r in sources.published if (r["source"], r["figure"]) == ("untied-ulysses", "table3"))
+    for record in whole_models(sources):
+        if (record["gpus"], record["layers"]) == PUBLISHED[model_of(record["model"])][:2]:
+            found.append(from_record(record, "throughput"))
+    return [*found, *over_ulysses(found)]
+
+
+def draw(found: list[Row]) -> Figure:
+    figure, axes = style.figure(2, 2, 10, 8.2, height_ratios=[1.25, 1])
+    for column, (model, (gpus, layers, name)) in enumerate(PUBLISHED.items()):
+        mine = pick(found, model=model)
+        top, bottom = axes[:, column]
+        style.lines(top, pick(mine, metric="throughput"))
+        # Under the curves: the band of OOM.
+        top.set_yscale("log")
+        low, high = top.get_ylim()
+        top.set_ylim(low / 3, high)
+        top.set_title(f"{name}, {layers} layers, {gpus} × H100-80GB", loc="left")
+        top.set_ylabel("throughput (tokens/s/GPU)")
+        style.missing(top, mine)
+        style.lines(bottom, pick(mine, metric="throughput over Ulysses"))
+        bottom.axhline(1, color="0.4", linewidth=0.8)
+        bottom.set_ylim(0, max([1.1, *(1.05 * row.value for row in pick(found, metric="throughput over Ulysses"))]))
+        bottom.set_ylabel("throughput / Ulysses' (same mark)")
+        for axis in (top, bottom):
+            style.lengths(axis, mine)
+    style.legend_below(figure, axes.flat, 4)
+    return figure
+
+
+def rows_2gpu(sources: Sources) -> list[Row]:
+    """Whole models of reduced depth on fewer GPUs than published: throughput, peak above states, both over Ulysses'."""
+    found = []
+    for record in whole_models(sources):
+        gpus, layers, _ = PUBLISHED[model_of(record["model"])]
+        if record["gpus"] < gpus and record["layers"] < layers:
+            timed = record["tokens_per_s_per_gpu"] is not None or record["outcome"] != "ok"
+            found += [from_record(record, metric) for metric in (["throughput"] if timed else []) + ["peak_above_states"]]
+    found.sort(key=lambda r: (r.model, r.gpus or 0, r.layers or 0, r.tokens or 0, r.kernel or "", r.mark, r.method))
+    return [*found, *over_ulysses(found), *over_ulysses(found, "peak_above_states")]
+
+
+def draw_2gpu(found: list[Row]) -> Figure:
+    groups = grouped(found, lambda r: (r.model, r.layers, r.gpus, r.gpu, r.tokens, r.source.split(".")[0]))
+    count = sum(len(grouped(mine, lambda r: (r.mark, r.series))) + 1.4 for mine in groups.values())
+    figure, axes = style.figure(1, 2, 10, max(2.4, 0.24 * count + 1.1), sharey=True)
+    left, right = axes[0]
+    if not found:
+        style.nothing(left)
+        style.nothing(right)
+        return figure
+    left.set_zorder(2)  # titles reach into the right panel
+    left.patch.set_visible(False)
+    place, ticks = 0.0, []
+    for (model, layers, gpus, gpu, tokens, sweep), mine in groups.items():
+        title = f"{PUBLISHED[model][2]}, {layers} of {PUBLISHED[model][1]} layers, {format_tokens(tokens)} tokens, {gpus} × {gpu} ({sweep})"
+        left.text(0.0, place, title, transform=left.get_yaxis_transform(), fontsize=8, fontweight="bold", va="center", in_layout=False)
+        place += 1
+        for same in grouped(mine, lambda r: (r.mark, r.series)).values():
+            ticks.append((place, style.name(same[0])))
+            _bars(left, place, same, "throughput")
+            _bars(right, place, same, "peak_above_states")
+            place += 1
+        place += 0.4
+    left.set_yticks(*zip(*ticks))
+    left.set_ylim(place, -0.8)
+    left.tick_params(axis="y", labelsize=7.5)
+    labels = (("throughput", "throughput (tokens/s/GPU)"), ("peak_above_states", "peak above states (GiB/GPU)"))
+    for axis, (metric, text) in zip((left, right), labels):
+        axis.set_xlabel(text)
+        axis.set_xlim(0, 1.35 * max([row.value or 0 for row in pick(found, metric=metric)] + [1e-9]))
+        axis.grid(axis="y", visible=False)
+    style.mark_legend(figure, (row.mark for row in found), title="(×): over Ulysses' of the same sweep and kernel", title_fontsize=7.5)
+    return figure
+
+
+def _bars(axis: Axes, place: float, same: list[Row], metric: str) -> None:
+    value, ratio = pick(same, metric=metric), pick(same, metric=f"{metric} over Ulysses")
+    if value:
+        style.bar(axis, place, value[0], more=f"({ratio[0].value:.2f}×)" if ratio else "")
+    else:
+        axis.annotate("not timed", (0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5, color="0.35")

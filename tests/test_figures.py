@@ -1,0 +1,207 @@
+"""Figures, results and claims are what records and published numbers say, each value under its own mark."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from experiments import figures
+from experiments.figures import __main__ as command
+from experiments.figures import breakdown, claims, notebooks, planner, results, values
+from upipe import records
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE3 = {128: 2281.05, 5120: 98.25}
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return figures.load()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the records that a test may change."""
+    for path in values.RESULTS.glob("*.jsonl"):
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+def changed(sources, experiment, **wanted):
+    """A copy of the last record of an experiment with these values."""
+    found = [r for r in sources.every if r["experiment"] == experiment and all(r.get(k) == v for k, v in wanted.items())]
+    return json.loads(json.dumps(found[-1]))
+
+
+def test_what_is_committed_is_what_the_command_makes(sources):
+    hint = "run python -m experiments.figures all"
+    readme = results.README.read_text(encoding="utf-8")
+    assert results.replaced(readme, results.render(sources)) == readme, hint
+    assert claims.render(sources) == claims.CLAIMS.read_text(encoding="utf-8"), hint
+    for name, family in figures.FAMILIES.items():
+        assert figures.to_csv(family.rows(sources)) == (figures.FOLDER / f"{name}.csv").read_text(encoding="utf-8"), hint
+        for path in (figures.FOLDER / f"{name}.png", figures.FOLDER / f"{name}.pdf", notebooks.FOLDER / f"{name}.ipynb"):
+            assert path.stat().st_size > 2000, path
+
+
+def test_every_value_has_the_mark_of_its_source(sources):
+    """Looked up again in the files: the provenance of the record that a row names, or a published row of the same value."""
+    provenance = {(f"{r['experiment']}.jsonl", r["run_id"], str(r.get("point", ""))): r["provenance"] for r in sources.every}
+    published = {(f"{r['source']}, {r['figure']}", r["method"], r["tokens"], r["value"]) for r in sources.published}
+    seen = set()
+    for name, family in figures.FAMILIES.items():
+        for row in family.rows(sources):
+            seen.add(row.mark)
+            if row.mark != "reported":
+                assert provenance[tuple(row.source.split(", ", 2))] == row.mark, (name, row)
+            elif not row.metric.endswith(" over Ulysses") and row.unit != "ratio":
+                theirs = {(source, value) for source, _, tokens, value in published if tokens == row.tokens}
+                assert (row.source, row.value) in theirs, (name, row)
+    assert seen == set(values.MARKS)
+
+
+def test_ratios_stay_within_one_mark_and_one_kernel(sources):
+    record = changed(sources, "stack", method="alst")
+    base = values.from_record(record, "throughput")
+    others = [
+        values.from_record(record | {"method": "upipe", "tokens_per_s_per_gpu": 2 * base.value, **change}, "throughput")
+        for change in ({}, {"kernel": "fa4"}, {"provenance": "predicted"}, {"gpus": 4}, {"layers": 2})
+    ]
+    found = values.pick(values.over_ulysses([base, *others]), method="upipe")
+    assert [(row.mark, row.kernel, row.value) for row in found] == [("measured", base.kernel, 2.0)]
+
+
+def test_a_deleted_picture_comes_back_the_same(tmp_path):
+    assert command.main(["multinode", "--out", str(tmp_path)]) == 0
+    first = (tmp_path / "multinode.png").read_bytes()
+    assert first.startswith(b"\x89PNG") and (tmp_path / "multinode.pdf").read_bytes().startswith(b"%PDF")
+    (tmp_path / "multinode.png").unlink()
+    assert command.main(["multinode", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "multinode.png").read_bytes() == first
+
+
+def test_an_edited_record_changes_table_results_and_claims(folder, sources):
+    path = folder / "stack.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    mine = next(r for r in lines if r["method"] == "upipe" and r["tokens_per_s_per_gpu"])
+    mine["times_s"] = [t / 2 for t in mine["times_s"]]
+    mine["time_s"], mine["tokens_per_s_per_gpu"] = mine["time_s"] / 2, mine["tokens_per_s_per_gpu"] * 2
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    after = figures.load(folder)
+    rows = {name: family.rows for name, family in figures.FAMILIES.items()}
+    speed = values.number(mine["tokens_per_s_per_gpu"])
+    assert speed in figures.to_markdown(rows["table3-2gpu"](after)) and speed not in figures.to_markdown(rows["table3-2gpu"](sources))
+    assert results.render(after) != results.render(sources) and speed in results.render(after)
+    assert claims.render(after) != claims.render(sources)
+    assert rows["glm"](after) == rows["glm"](sources)
+
+
+def new_records(sources):
+    """Records of runs that nobody made, of the kinds that figures wait for: family -> records."""
+    model = changed(sources, "stack", method="alst") | {"kernel": "fa4", "run_id": "new"}
+    oom = dict.fromkeys(("time_s", "times_s", "warmup_steps", "tokens_per_s_per_gpu", "loss", "grad_norm", "peak_gib", "states_gib"))
+    oom |= dict.fromkeys(("peak_above_states_gib", "peak_units", "reserved_gib"))
+    fast = changed(sources, "predict", point="paper-1M") | {"run_id": "new", "stack": None, "figure": "figure5-multinode"}
+    full = model | {"layers": 32, "gpus": 8, "sp": 8, "tokens": 2**20, "method": "upipe"} | oom
+    told = {"time_s": model["time_s"] * 1.1, "peak_gib": model["peak_gib"]}
+    ladder = model | oom | {"longest_tokens": 2**18, "rung": "+ UPipe", "preset": "figure1", "cap_gib": 28.0, "memory_only": True}
+    return {
+        "table3-2gpu": [model | oom | {"point": "a", "layers": 4, "method": "fpdt", "outcome": "oom_device", "reason": "no memory"}],
+        "table3": [
+            full | {"point": "b", "time_s": 200.0, "times_s": [200.0], "warmup_steps": 1, "tokens_per_s_per_gpu": 2**20 / 200 / 8},
+            full | {"point": "c", "tokens": 2**23, "outcome": "oom_device", "reason": "no memory"},
+        ],
+        "multinode": [
+            fast | {"point": f"m{n}", "gpus": 16, "ring": 2, "method": method, "tokens_per_s_per_gpu": 2**20 / fast["time_s"] / 16}
+            for n, method in enumerate(("upipe", "usp"))
+        ],
+        "memory-ladder": [ladder | {"point": "d", "search_complete": True}],
+        "glm": [model | {"point": "e", "model": "glm-mini", "setting": "indexer-sharded"}],
+        # Of a prediction for another GPU than the record's nothing is made.
+        "planner": [model | {"point": gpus, "predicted": told | {"machine": gpus}} for gpus in ("2xH200-141GB", "2xH100-80GB")],
+    }
+
+
+def added(folder, found):
+    for record in found:
+        problems = records.validate(record)
+        assert not problems, problems
+        with open(folder / f"{record['experiment']}.jsonl", "a") as file:
+            file.write(json.dumps(record) + "\n")
+    return figures.load(folder)
+
+
+def test_new_records_need_no_new_code(folder, sources):
+    wanted = new_records(sources)
+    after = added(folder, [record for found in wanted.values() for record in found])
+    for name in wanted:
+        family = figures.FAMILIES[name]
+        new = [row for row in family.rows(after) if ", new, " in row.source]
+        assert new, name
+    rows = {name: figures.FAMILIES[name].rows(after) for name in wanted}
+    assert [r.outcome for r in values.pick(rows["table3-2gpu"], method="fpdt")] == ["oom", "oom"]
+    assert {r.outcome for r in values.pick(rows["table3"], mark="measured")} == {"ok", "oom"}
+    found = values.pick(rows["multinode"], mark="predicted", metric="throughput over Ulysses")
+    assert [(r.value, r.setting) for r in found] == [(1.0, "8u2r, paper's set-up")] * 2
+    assert [round(off, 3) for row, off in planner.errors(rows["planner"]) if ", new, " in row.source] == [10.0, 0.0]
+
+
+def test_out_of_memory_is_written_and_nothing_measured_is_said(sources):
+    family = figures.FAMILIES["table3"]
+    rows = family.rows(sources)
+    drawn = family.draw(rows)
+    said = [text.get_text() for text in drawn.axes[1].texts]
+    figures.style.close(drawn)
+    ended = {row.series for row in values.pick(rows, model="qwen3-32b", outcome="oom")}
+    assert said.count("OOM") == len(ended) >= 4
+    assert figures.style.NOTHING in said
+    assert all(row.value is None for row in values.pick(rows, outcome="oom"))
+    mine = values.pick(rows, model="llama3-8b", method="upipe", mark="reported", metric="throughput")
+    table = {row.tokens // 1024: row.value for row in mine}
+    assert {length: table[length] for length in TABLE3} == TABLE3
+
+
+def test_a_breakdown_adds_up_to_the_profiled_window(sources):
+    profiles = [r["profile"] for r in sources.every if isinstance(r.get("profile"), dict)]
+    assert len(profiles) > 5
+    for profile in profiles:
+        split = breakdown.parts(profile)
+        assert min(split.values()) >= 0 and split["attention"] > 0.5 * profile["window_ms"]
+        assert sum(split.values()) == pytest.approx(profile["window_ms"], rel=1e-6)
+
+
+def test_an_unknown_figure_is_refused_by_name(capsys):
+    assert command.main(["tabel3"]) == 2
+    assert "no figure 'tabel3'" in capsys.readouterr().err
+
+
+def run_notebook(name, folder):
+    written = notebooks.execute(notebooks.FOLDER / f"{name}.ipynb", folder)
+    assert written == [folder / f"{name}.html", folder / f"{name}.png"]
+    page = (folder / f"{name}.html").read_text()
+    assert f'src="{name}.png"' in page and "<table" in page and len(page) < 100_000
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    saved = json.loads((folder / f"{name}.ipynb").read_text())
+    assert [cell["execution_count"] for cell in saved["cells"] if cell["cell_type"] == "code"] == [1, 2]
+
+
+def test_a_notebook_runs(tmp_path):
+    pytest.importorskip("nbclient")
+    run_notebook("multinode", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(figures.FAMILIES))
+def test_every_notebook_runs(name, tmp_path):
+    run_notebook(name, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_figure_is_drawn_with_and_without_records(folder, sources, tmp_path_factory):
+    after = added(folder, [record for found in new_records(sources).values() for record in found])
+    empty = figures.load(tmp_path_factory.mktemp("none"))
+    for name in figures.FAMILIES:
+        for case in (after, empty):
+            assert figures.make(name, case, tmp_path_factory.mktemp("out")) is not None
+    assert {row.mark for family in figures.FAMILIES.values() for row in family.rows(empty)} == {"reported"}
