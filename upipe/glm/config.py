@@ -8,11 +8,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 
+from upipe.glm.hyper import HYPER_TILE_TOKENS, Recompute
+from upipe.glm.kda import KDAConfig
+from upipe.glm.moe import MoEConfig
 from upipe.loss import LOSS_TILE_TOKENS
 
 SCORE_BYTES = 1 << 31  # of per-head index scores, fp32, at a time
@@ -67,6 +70,8 @@ class GlmSettings:
         score_bytes: per-head index scores (fp32) that may exist at a time.
         gather_bytes: gathered latents (fp32) that may exist at a time in the torch kernel.
         loss_tile_tokens: rows of logits at a time.
+        kda, moe: of linear attention and of the mixture of experts.
+        hyper_recompute, hyper_tile_tokens: of the hyper-connections (`hyper.collapse`).
     """
 
     kernel: str = "auto"
@@ -74,12 +79,18 @@ class GlmSettings:
     score_bytes: int = SCORE_BYTES
     gather_bytes: int = GATHER_BYTES
     loss_tile_tokens: int = LOSS_TILE_TOKENS
+    kda: KDAConfig = field(default_factory=KDAConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    hyper_recompute: Recompute = "selective"
+    hyper_tile_tokens: int = HYPER_TILE_TOKENS
 
     def __post_init__(self) -> None:
-        for name in ("score_bytes", "gather_bytes", "loss_tile_tokens"):
+        for name in ("score_bytes", "gather_bytes", "loss_tile_tokens", "hyper_tile_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
+        if self.hyper_recompute not in ("none", "selective"):
+            raise ValueError(f"hyper_recompute={self.hyper_recompute!r}: use none or selective; full is a layer's checkpointing")
 
 
 def preset_shapes() -> dict[str, dict[str, Any]]:

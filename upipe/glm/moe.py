@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ from upipe.glm.kda import sum_scatter
 from upipe.glm.replay import rounded
 from upipe.loss import wide_dtype
 from upipe.preflight import PreflightError
+
+if TYPE_CHECKING:
+    from upipe.glm.sparse import GlmRuntime
 
 MOE_CHUNK_TOKENS = 8192
 
@@ -400,17 +404,15 @@ def shard_experts(module: nn.Module, group) -> None:
 
 
 class MixtureOfExperts(Glm5NextTextMoE):
-    """`Glm5NextTextMoE` in chunks: give a module of transformers' this class.
+    """`Glm5NextTextMoE` in chunks; its parameters, under its names. `runtime` is set where a model's modules are replaced.
 
     Attributes:
-        settings: how it runs.
-        load, layer: the report to tell choices to, and under which number.
+        layer: under which number choices are told to the runtime's load report.
     """
 
-    settings: MoEConfig = MoEConfig()
-    load: ExpertLoad | None = None
+    runtime: GlmRuntime
     layer: int = 0
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[B, L, D] -> [B, L, D]: `mixture_of_experts`."""
-        return mixture_of_experts(self, hidden_states, self.settings, self.load, self.layer)
+        return mixture_of_experts(self, hidden_states, self.runtime.settings.moe, self.runtime.load, self.layer)
