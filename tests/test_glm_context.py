@@ -70,24 +70,38 @@ def hybrid(layers=2):
     return randomise(Glm5NextForCausalLM(tiny_config(layers, mlp_layer_types=["dense", "sparse"] * (layers // 2), **kinds)))
 
 
-def check(splits, packings=(False, True), model=None, tolerance=1e-5):
+def assert_same(got, expected, exact):
+    """exact: results in fp64, each within 1e-10. In fp32 loss, logits and the gradient as a whole within 1e-5, and each parameter's
+    part of it within 1e-4: the 3 numbers of a hyper-connection's scale, sums over all tokens that cancel, have rounding of 2e-5."""
+    assert set(got) == set(expected)
+    errors = {name: relative(got[name], want) for name, want in expected.items()}
+    if exact:
+        assert max(errors.values()) <= 1e-10, errors
+        return
+    grads = [name for name in expected if name not in ("loss", "logits")]
+    whole = [torch.cat([side[name].flatten() for name in grads]) for side in (got, expected)]
+    assert relative(*whole) <= 1e-5 and max(errors.values()) <= 1e-4, errors
+    assert all(errors[name] <= 1e-5 for name in errors if name not in grads), errors
+
+
+def check(splits, packings=(False, True), model=None):
     """On every rank: each split's loss, logits and gradients against one rank's, and the last one's with recompute."""
     model = model or hybrid()
+    exact = model.dtype == torch.float64
     for packed in packings:
         batch = batch_of(packed)
         expected, pools = run(model, GlmRuntime(SMALL), batch)
         for split, same_tokens in splits:
             got, chosen = run(model, GlmRuntime(SMALL, split, same_tokens), batch)
             assert len(chosen) == len(pools) and all(torch.equal(a, b) for a, b in zip(chosen, pools))
-            assert set(got) == set(expected)
-            for name in expected:
-                assert relative(got[name], expected[name]) <= tolerance, (split, name, relative(got[name], expected[name]))
+            assert_same(got, expected, exact)
         again, _ = run(model, GlmRuntime(SMALL, split, same_tokens), batch, checkpointed=True)
         assert all(torch.equal(again[name], got[name]) for name in got)
 
 
 def on_two_ranks():
-    check([(TokenSplit.of(None, ulysses=2), None), (TokenSplit.of(None), None)])
+    check([(TokenSplit.of(None, ulysses=2), None), (TokenSplit.of(None), None)], model=hybrid().double())
+    check([(TokenSplit.of(None), None)], packings=(True,))
     check([(TokenSplit(), dist.group.WORLD)], packings=(True,))
 
 
@@ -99,20 +113,12 @@ def four_rank_splits():
 
 
 def on_four_ranks():
-    check(four_rank_splits()[:2], packings=(True,))
-    check(four_rank_splits()[2:], packings=(False,))
+    check(four_rank_splits(), packings=(True,), model=hybrid().double())
 
 
 def eight_layers_on_four_ranks():
-    """In fp64, so that rounding hides nothing: over 8 layers fp32 alone makes up to 5e-5 of gradients that are a few numbers,
-    each a sum over all tokens. Then loss and logits in fp32."""
-    model, splits = hybrid(8), four_rank_splits()
-    check(splits, model=model.double(), tolerance=1e-10)
-    for packed in (False, True):
-        expected, _ = run(model.float(), GlmRuntime(SMALL), batch_of(packed))
-        for split, same_tokens in splits:
-            got, _ = run(model, GlmRuntime(SMALL, split, same_tokens), batch_of(packed))
-            assert all(relative(got[name], expected[name]) <= 1e-5 for name in ("loss", "logits"))
+    check(four_rank_splits(), model=hybrid(8).double())
+    check(four_rank_splits(), model=hybrid(8))
 
 
 def uneven_shards():
@@ -154,10 +160,10 @@ def under_deepspeed(stage):
         engine.backward(loss)
         grads = {n: safe_get_full_grad(p).clone() for n, p in engine.module.named_parameters() if p.requires_grad}
         engine.step()
-        assert abs(loss.item() * valid - expected["loss"]) <= 1e-5 * expected["loss"]
-        for name, grad in grads.items():
-            want = expected[name] / valid if name in expected else torch.zeros_like(grad)
-            assert relative(grad, want) <= 1e-5, (name, relative(grad, want))
+        grads["loss"] = loss.detach() * valid
+        frozen = [name for name in grads if name not in expected]
+        assert not any(grads.pop(name).any() for name in frozen)
+        assert_same({n: g if n == "loss" else g * valid for n, g in grads.items()}, {n: expected[n] for n in grads}, exact=False)
     engine.destroy()
     groups.destroy()
 

@@ -3,6 +3,7 @@
 | preset | what it is | parameters |
 | --- | --- | --- |
 | glm-5.3-flash | GLM-5.3-Flash without its MTP layer and vision tower; 45 layers, 11 of them sparse attention | 313.3 B |
+| glm-tiny | 64 channels, 4 layers (3 KDA, 1 sparse; 1 of experts), 64 tokens selected: for a CPU | 0.4 M |
 | glm-mini | the same layer with 1,024 channels, 8 layers (6 KDA, 2 sparse) and a vocabulary of bytes, for one GPU | 0.24 B |
 """
 
@@ -141,7 +142,26 @@ def preset_shapes() -> dict[str, dict[str, Any]]:
         "v_head_dim": 128,
         "linear_num_heads": 16,
     }
-    return {"glm-5.3-flash": flash, "glm-mini": flash | mini}
+    tiny = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "index_topk": 64,
+        "index_head_dim": 16,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+    }
+    return {"glm-5.3-flash": flash, "glm-mini": flash | mini, "glm-tiny": flash | tiny}
 
 
 def preset(name: str, **changes: Any) -> GlmTextConfig:

@@ -24,7 +24,7 @@ from upipe import preflight
 from upipe.glm.config import GlmTextConfig, check_config
 from upipe.glm.context import TokenLayout
 from upipe.glm.hyper import HyperConnection
-from upipe.glm.indexer import PooledIndexer
+from upipe.glm.indexer import PooledIndexer, selection_contexts
 from upipe.glm.kda import KimiDeltaAttention
 from upipe.glm.moe import MixtureOfExperts
 from upipe.glm.sparse import GlmRuntime, SparseAttention
@@ -136,6 +136,7 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
     config_class = GlmTextConfig
     config: GlmTextConfig
     base_model_prefix = "model"
+    checkpoint_contexts = staticmethod(selection_contexts)
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _keys_to_ignore_on_load_unexpected = [*plain.Glm5NextPreTrainedModel._keys_to_ignore_on_load_unexpected, r"model\.visual\."]
 
@@ -173,6 +174,12 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
     @property
     def runtime(self) -> GlmRuntime:
         return self.model.runtime
+
+    def share_over_ranks(self, config, ds_config=None):
+        """The handle of this model's rows over the ranks of a sequence; `upipe.apply` calls it. See `upipe.glm.apply.apply_glm`."""
+        from upipe.glm.apply import apply_glm
+
+        return apply_glm(self, config, ds_config)
 
     def use(self, runtime: GlmRuntime) -> None:
         """Compute with these settings and groups from now on."""

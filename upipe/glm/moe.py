@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class MoEConfig:
     """
 
     chunk_tokens: int = MOE_CHUNK_TOKENS
-    group: object = None
+    group: Any = None
     fp32_grads: bool = True
     recompute: bool = True
 
