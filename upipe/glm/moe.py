@@ -146,7 +146,7 @@ def run_experts(x, chosen, weights, gate_up, down, limit: float, first: int = 0)
     """
     flat = chosen.flatten() - first
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat.clamp(-1, len(gate_up)) + 1, minlength=len(gate_up) + 2).tolist()
+    counts = expert_counts(flat, len(gate_up))
     at, wide = counts[0], wide_dtype(x.dtype)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
     for expert, count in enumerate(counts[1:-1]):
@@ -159,6 +159,11 @@ def run_experts(x, chosen, weights, gate_up, down, limit: float, first: int = 0)
         made = linear(_clamped(gate, up, limit), down[expert]).to(wide) * weights.flatten().index_select(0, picks)[:, None]
         out.index_add_(0, tokens, made)
     return out.to(x.dtype)
+
+
+def expert_counts(flat: torch.Tensor, experts: int) -> list[int]:
+    """Choices before, of each of, and after `experts` experts, of ids counted from the first of them."""
+    return torch.bincount(flat.clamp(-1, experts) + 1, minlength=experts + 2).tolist()
 
 
 def nvls_possible(environment: Mapping[str, str] | None = None) -> bool:
