@@ -28,7 +28,7 @@ def record(folder: Path, made_with: dict) -> Record:
     run = from_mapping(RunConfig, yaml.safe_load((folder / "config.yaml").read_text()))
     steps = read_metrics(folder)
     if len(steps) != run.train.steps or "eval_loss" not in steps[-1]:
-        raise ConfigError(f"{folder} has {len(steps)} of {run.train.steps} steps, or no evaluation after the last: train.eval_every must divide")
+        raise ConfigError(f"{folder} has {len(steps)} of {run.train.steps} steps, or no evaluation after the last (train.eval_every)")
     data = build_data(run.data, build_tokenizer(run.data))
     rows = run.train.eval_batches * run.train.micro_batch_size or None
     times = [step["time_s"] for step in steps[1:]]
