@@ -301,6 +301,17 @@ def as_record(row: dict, tokens: int, ranks: int, made_with: dict) -> Record:
     return Record.from_dict(values | made_with | {"gpu": None, "gpus": None, "host_gib": None})
 
 
+def from_records(path: str | Path) -> dict[int, list[dict]]:
+    """The newest rows of a file of records, as `ablations` returns them, by number of ranks; the set-up's prediction is not among them."""
+    kept = [r for r in records.load(path) if r["layer_kind"] != "model"]
+    newest = {(r["sp"], r["fix_off"], r["layer_kind"]): r for r in kept}
+    found: dict[int, list[dict]] = {}
+    for (ranks, fix, kind), r in newest.items():
+        row = {"fix": fix, "kind": kind, "with": r["with_fix_gib"] * GIB, "without": r["peak_gib"] * GIB, "basis": r["basis"]}
+        found.setdefault(ranks, []).append(row)
+    return found
+
+
 def draw(found: dict[int, list[dict]], path: str) -> None:
     """Bars: GiB with a fix and without, of the layer kind that it matters most to, for each number of ranks; and as published."""
     import matplotlib
