@@ -323,11 +323,11 @@ def draw(found: dict[int, list[dict]], path: str) -> None:
     for panel, (ranks, rows) in zip(panels, found.items()):
         most: dict[str, dict] = {}
         for row in rows:
-            if row["fix"] != "none turned off" and row["without"] >= most.get(row["fix"], row)["without"]:
-                most[row["fix"]] = row
+            if row["fix"] != "none turned off":
+                most[row["fix"]] = max(most.get(row["fix"], row), row, key=lambda r: abs(r["without"] - r["with"]))
         labels = [f"{name}\n({row['kind']})" for name, row in most.items()]
         _bars(panel, labels, [(row["with"] / GIB, row["without"] / GIB) for row in most.values()])
-        panel.set_title(f"simulated and calculated, 1M tokens over {ranks} ranks")
+        panel.set_title(f"simulated or calculated, a sequence over {ranks} ranks", fontsize=10)
     pairs = {}
     for fix in FIXES:
         rows = [r for r in reported(fix) if r["unit"] == "GiB" and r["value"]]
@@ -336,7 +336,7 @@ def draw(found: dict[int, list[dict]], path: str) -> None:
             off, on = fix.reported[0]
             pairs[f"{fix.name}\n({fix.reported[1]}, {format_tokens(tokens)})"] = values.get(on, 0.0), values.get(off, 0.0)
     _bars(panels[-1], list(pairs), list(pairs.values()))
-    panels[-1].set_title("published, 64 x B200 (model, or the part named)")
+    panels[-1].set_title("published, 64 x B200 (model, or the part named)", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)

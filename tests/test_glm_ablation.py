@@ -6,7 +6,6 @@ import torch.distributed as dist
 from experiments import glm_ablation
 from experiments.glm_ablation import FIXES, KINDS, LINE, SilentSplit, as_record, at, draw, few_experts, from_records, reported, simulate
 from tests.glm_modules import random
-from tests.glm_modules import random
 from upipe import records
 from upipe.environment import environment
 from upipe.glm import TokenSplit
