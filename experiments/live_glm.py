@@ -17,27 +17,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextAttention
 
+from experiments.glm_ablation import SilentSplit
 from upipe import preflight
-from upipe.glm import GlmRuntime, GlmSettings, TokenLayout, TokenSplit, preset
+from upipe.glm import GlmRuntime, GlmSettings, TokenLayout, preset
 from upipe.glm.model import replace_modules
 from upipe.live import LiveStorages
 from upipe.records import format_tokens, parse_tokens
-
-
-class SilentSplit(TokenSplit):
-    """A split that allocates what its collectives do, and sends nothing."""
-
-    def gathered(self, local: torch.Tensor) -> torch.Tensor:
-        if self.size == 1:
-            return local
-        parts = local.new_empty(self.size, *local.shape)
-        return parts.new_empty(local.shape[0], local.shape[1] * self.size, *local.shape[2:])
-
-    def reduced(self, whole: torch.Tensor) -> torch.Tensor:
-        if self.size == 1:
-            return whole
-        parts = torch.empty_like(whole)
-        return parts.new_empty(whole.shape[0], whole.shape[1] // self.size, *whole.shape[2:])
 
 
 def peaks(ranks: int, local: int, settings: GlmSettings) -> dict[str, tuple[int, Counter[str]]]:

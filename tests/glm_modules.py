@@ -6,8 +6,8 @@ from transformers.models.glm5_next import modeling_glm5_next as glm
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 
 from tests.plain import assert_close
-from upipe import zigzag
-from upipe.glm.kda import TokenShards
+from upipe.glm import GlmRuntime, GlmSettings, TokenSplit
+from upipe.glm.model import replace_modules
 
 
 def tiny_glm(**more):
@@ -61,14 +61,16 @@ def assert_all_equal(got, expected):
         assert torch.equal(got[name], expected[name]), name
 
 
-def shards_of(ring, ulysses, offsets=None):
-    return TokenShards(dist.group.WORLD, ring, ulysses, offsets)
+def split_of(ulysses):
+    """Of all ranks, so many Ulysses ranks in each of a ring."""
+    return TokenSplit.of(dist.group.WORLD, ulysses)
 
 
-def local(x, shards):
-    """This rank's tokens of x [B, S, ...]."""
-    ring_rank, ulysses_rank = divmod(shards.rank, shards.ulysses)
-    return torch.cat([x[:, p.start : p.stop] for p in zigzag.shards(x.shape[1], shards.ring, shards.ulysses, ring_rank, ulysses_rank)], 1)
+def replaced(module, **settings):
+    """transformers' module, and those in it, with the classes of `replacements`; the settings' defaults changed."""
+    runtime = GlmRuntime(GlmSettings(**settings))
+    replace_modules(module, runtime)
+    return module
 
 
 def summed(grads):

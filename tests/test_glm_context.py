@@ -1,27 +1,29 @@
-"""Sparse attention over tokens: rows split zigzag over ranks against the same model on one rank, packed documents, selections
-exactly, shared rows of the indexer, recompute; a hybrid model whose linear attention is put in by the list of replacements."""
-
-from unittest import mock
+"""The whole model over ranks: rows split zigzag against the same model on one rank, both kinds of attention, dense layers and experts,
+packed documents, selections exactly, shared rows of the indexer, recompute, under DeepSpeed; chunks and tiles that do not divide."""
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from deepspeed.utils import safe_get_full_grad
-from transformers.models.glm5_next import modeling_glm5_next as hf
+from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
 
-from tests.glm import randomise, relative, tiny_config
+from tests.glm import SPARSE, randomise, relative, tiny_config
 from tests.sharded import ds_config
 from upipe.comm import SequenceParallelGroups
 from upipe.glm import Glm5NextForCausalLM, GlmRuntime, GlmSettings, TokenLayout, TokenSplit, selection_contexts
 from upipe.glm import indexer as indexing
-from upipe.glm import model as glm_model
+from upipe.glm.kda import KDAConfig
+from upipe.glm.model import LEAVES
+from upipe.glm.moe import MoEConfig
 from upipe.loss import global_loss, gradient_scale
 from upipe.offload import apply_checkpointing
 
 TOKENS = 96
-SMALL = GlmSettings(gather_bytes=5 * 4 * 19 * 16, score_bytes=7 * 4 * 32 * 24, loss_tile_tokens=11)
+SMALL = GlmSettings(
+    gather_bytes=5 * 4 * 19 * 16, score_bytes=7 * 4 * 32 * 24, loss_tile_tokens=11, kda=KDAConfig(heads_per_group=3, tile_tokens=7),
+    moe=MoEConfig(13), hyper_tile_tokens=17,
+)
 PACKED = ((0, 1, 30, 37, TOKENS), (0, 50, 52, 71, TOKENS))
 
 
@@ -62,68 +64,61 @@ def run(model, runtime, batch, checkpointed=False):
     return {"loss": loss, "logits": whole, **grads}, chosen
 
 
-class Gathered(torch.autograd.Function):
-    """`TokenSplit.gathered`, differentiated."""
-
-    @staticmethod
-    def forward(ctx, x, split):
-        ctx.split = split
-        return split.gathered(x).clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.split.reduced(grad), None
+def hybrid(layers=2):
+    """Linear and sparse attention, dense MLPs and experts; with 2 layers one of each, otherwise every fourth is sparse."""
+    kinds = {"layer_types": ["linear_attention", SPARSE]} if layers == 2 else {}
+    return randomise(Glm5NextForCausalLM(tiny_config(layers, mlp_layer_types=["dense", "sparse"] * (layers // 2), **kinds)))
 
 
-class WholeLinearAttention(hf.Glm5NextTextLinearAttention):
-    """transformers' linear attention on whole rows, a document at a time, on every rank: what a sharded one must equal."""
-
-    takes_layout = True
-
-    def forward(self, hidden_states, layout):
-        rows = []
-        for b, row in enumerate(Gathered.apply(hidden_states, layout.split)):
-            starts = layout.starts(b)
-            rows.append(torch.cat([super(WholeLinearAttention, self).forward(row[None, a:z]) for a, z in zip(starts, starts[1:])], 1))
-        return layout.split.take(torch.cat(rows))
-
-
-def check(splits, packings=(False, True), layers=2, settings=SMALL, hybrid=False):
-    """On every rank: each split's results against one rank's, and the last one's with recompute."""
-    config = tiny_config(layers, every_layer_indexed=not hybrid, mlp_layer_types=(["dense", "sparse"] * layers)[:layers])
-    known = glm_model.replacements() | {hf.Glm5NextTextLinearAttention: WholeLinearAttention}
-    with mock.patch.object(glm_model, "replacements", lambda: known):
-        compare(randomise(Glm5NextForCausalLM(config)), splits, packings, settings)
+def assert_same(got, expected, exact):
+    """exact: results in fp64, each within 1e-10. In fp32 loss, logits and the gradient as a whole within 1e-5, and each parameter's
+    part of it within 1e-4: the 3 numbers of a hyper-connection's scale, sums over all tokens that cancel, have rounding of 2e-5."""
+    assert set(got) == set(expected)
+    errors = {name: relative(got[name], want) for name, want in expected.items()}
+    if exact:
+        assert max(errors.values()) <= 1e-10, errors
+        return
+    grads = [name for name in expected if name not in ("loss", "logits")]
+    whole = [torch.cat([side[name].flatten() for name in grads]) for side in (got, expected)]
+    assert relative(*whole) <= 1e-5 and max(errors.values()) <= 1e-4, errors
+    assert all(errors[name] <= 1e-5 for name in errors if name not in grads), errors
 
 
-def compare(model, splits, packings, settings):
+def check(splits, packings=(False, True), model=None):
+    """On every rank: each split's loss, logits and gradients against one rank's, and the last one's with recompute."""
+    model = model or hybrid()
+    exact = model.dtype == torch.float64
     for packed in packings:
         batch = batch_of(packed)
-        expected, pools = run(model, GlmRuntime(settings), batch)
+        expected, pools = run(model, GlmRuntime(SMALL), batch)
         for split, same_tokens in splits:
-            got, chosen = run(model, GlmRuntime(settings, split, same_tokens), batch)
+            got, chosen = run(model, GlmRuntime(SMALL, split, same_tokens), batch)
             assert len(chosen) == len(pools) and all(torch.equal(a, b) for a, b in zip(chosen, pools))
-            assert set(got) == set(expected)
-            for name in expected:
-                assert relative(got[name], expected[name]) <= 1e-5, (split, name, relative(got[name], expected[name]))
-        again, _ = run(model, GlmRuntime(settings, split, same_tokens), batch, checkpointed=True)
+            assert_same(got, expected, exact)
+        again, _ = run(model, GlmRuntime(SMALL, split, same_tokens), batch, checkpointed=True)
         assert all(torch.equal(again[name], got[name]) for name in got)
 
 
 def on_two_ranks():
-    check([(TokenSplit.of(None, ulysses=2), None), (TokenSplit.of(None), None)])
+    check([(TokenSplit.of(None, ulysses=2), None), (TokenSplit.of(None), None)], model=hybrid().double())
+    check([(TokenSplit.of(None), None)], packings=(True,))
     check([(TokenSplit(), dist.group.WORLD)], packings=(True,))
 
 
-def hybrid_on_two_ranks():
-    check([(TokenSplit.of(None), None)], packings=(True,), layers=4, hybrid=True)
-
-
-def on_four_ranks():
+def four_rank_splits():
     pairs = [[dist.new_group(ranks) for ranks in both] for both in (((0, 1), (2, 3)), ((0, 2), (1, 3)))]
     rank = dist.get_rank()
     halves = TokenSplit.of(pairs[0][rank // 2]), pairs[1][rank % 2]
-    check([(TokenSplit.of(None, ulysses=2), None), halves, (TokenSplit.of(None), None)])
+    return [halves, (TokenSplit.of(None, ulysses=2), None), (TokenSplit.of(None), None)]
+
+
+def on_four_ranks():
+    check(four_rank_splits(), packings=(True,), model=hybrid().double())
+
+
+def eight_layers_on_four_ranks():
+    check(four_rank_splits(), model=hybrid(8).double())
+    check(four_rank_splits(), model=hybrid(8))
 
 
 def uneven_shards():
@@ -135,18 +130,18 @@ def test_two_ranks_equal_one(worlds):
     worlds(2).run(on_two_ranks)
 
 
-@pytest.mark.slow
-def test_both_kinds_of_attention_on_two_ranks_equal_one(worlds):
-    worlds(2).run(hybrid_on_two_ranks, timeout=300.0)
-
-
 def test_four_ranks_equal_one(worlds):
     worlds(4).run(on_four_ranks)
 
 
+@pytest.mark.slow
+def test_eight_layers_on_four_ranks_equal_one(worlds):
+    worlds(4).run(eight_layers_on_four_ranks, timeout=900.0)
+
+
 def under_deepspeed(stage):
     """One step of two ranks that share rows, under DeepSpeed, against one rank's gradients of the mean token loss."""
-    model = randomise(Glm5NextForCausalLM(tiny_config(2, every_layer_indexed=True, mlp_layer_types=["dense", "sparse"])))
+    model = hybrid()
     batch = batch_of(True)
     expected, _ = run(model, GlmRuntime(SMALL), batch)
     valid = (batch[2] != -100).sum()
@@ -154,6 +149,7 @@ def under_deepspeed(stage):
     split = TokenSplit.of(groups.sp_group)
     model.use(GlmRuntime(SMALL, split))
     model.zero_grad()
+    set_z3_leaf_modules(model, list(LEAVES))
     apply_checkpointing(model, contexts=selection_contexts)
     trained = [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=0.0), config=ds_config(stage), mpu=groups)
@@ -164,10 +160,10 @@ def under_deepspeed(stage):
         engine.backward(loss)
         grads = {n: safe_get_full_grad(p).clone() for n, p in engine.module.named_parameters() if p.requires_grad}
         engine.step()
-        assert abs(loss.item() * valid - expected["loss"]) <= 1e-5 * expected["loss"]
-        for name, grad in grads.items():
-            want = expected[name] / valid if name in expected else torch.zeros_like(grad)
-            assert relative(grad, want) <= 1e-5, (name, relative(grad, want))
+        grads["loss"] = loss.detach() * valid
+        frozen = [name for name in grads if name not in expected]
+        assert not any(grads.pop(name).any() for name in frozen)
+        assert_same({n: g if n == "loss" else g * valid for n, g in grads.items()}, {n: expected[n] for n in grads}, exact=False)
     engine.destroy()
     groups.destroy()
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from experiments.glm_live import site_bytes
-from tests.glm_modules import assert_all_close, assert_all_equal, make, passes, random
+from tests.glm_modules import assert_all_close, assert_all_equal, make, passes, random, replaced
 from tests.plain import assert_close
-from upipe.glm.hyper import HyperConnection, collapse, expand, sinkhorn
+from upipe.glm.hyper import collapse, expand, sinkhorn
 from upipe.glm.kda import KDAConfig, linear_attention
 from upipe.glm.moe import MoEConfig, mixture_of_experts
 from upipe.offload import CheckpointConfig, apply_checkpointing
@@ -24,7 +24,7 @@ def test_a_site_is_that_of_transformers_and_recompute_changes_no_bit(tile):
     got = {mode: passes(connection, X, lambda t, mode=mode: collapse(connection, t, mode, tile), WEIGHTS) for mode in ("none", "selective")}
     assert_all_close(got["none"], expected, 1e-5)
     assert_all_equal(got["selective"], got["none"])
-    connection.__class__, connection.tile_tokens = HyperConnection, tile
+    replaced(connection, hyper_tile_tokens=tile)
     assert_all_equal(passes(connection, X, connection, WEIGHTS), got["none"])
 
 

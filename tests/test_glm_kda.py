@@ -2,8 +2,6 @@
 ranks: contiguous, zigzag and ring x Ulysses shards, packed rows, both exchanges, groups that do not divide."""
 
 import functools
-import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +10,12 @@ from torch import nn
 from transformers.models.glm5_next.modeling_glm5_next import chunk_kimi_delta_attention
 
 from experiments.glm_live import kda_bytes
-from tests.glm_modules import assert_all_close, local, make, passes, random, shards_of, summed
+from tests.glm_modules import assert_all_close, make, passes, random, replaced, split_of, summed
 from tests.plain import assert_close
-from upipe.glm import conv, delta, kda
+from upipe.glm import TokenLayout, TokenSplit, conv, kda
 from upipe.glm.conv import short_convolution
 from upipe.glm.delta import chunk_kda, recurrent_kda, select_kernel
-from upipe.glm.kda import KDAConfig, KimiDeltaAttention, TokenShards, choose_exchange, linear_attention
+from upipe.glm.kda import KDAConfig, choose_exchange, linear_attention
 from upipe.live import LiveStorages
 from upipe.preflight import PreflightError
 
@@ -128,8 +126,8 @@ CONFIGS = [
 ]
 
 
-def layer_passes(module, x, shards, config, weights):
-    return passes(module, x, lambda t: linear_attention(module, t, shards, config), (weights,))
+def layer_passes(module, x, config, weights, split=None, offsets=None):
+    return passes(module, x, lambda t: linear_attention(module, t, split, offsets, config), (weights,))
 
 
 @pytest.mark.parametrize("lower_bound", [-5.0, -1.0])
@@ -137,19 +135,21 @@ def test_the_layer_is_that_of_transformers(lower_bound):
     module, x, w = make("LinearAttention", linear_lower_bound=lower_bound), random(2, 70, 32), random(2, 70, 32, seed=2)
     expected = passes(module, x, module, (w,))
     for config in CONFIGS:
-        assert_all_close(layer_passes(module, x, None, config, w), expected, 2e-5)
-    module.__class__ = KimiDeltaAttention
-    assert_all_close(passes(module, x, module, (w,)), expected, 2e-5)
+        assert_all_close(layer_passes(module, x, config, w), expected, 2e-5)
 
 
 def test_the_replaced_class_takes_a_layout():
-    """Documents of the layout, one list for both rows, are rows by themselves."""
-    module, x = make("LinearAttention"), random(2, 80, 32)
-    module.__class__ = KimiDeltaAttention
-    layout = SimpleNamespace(split=SimpleNamespace(group=None, ring=1, ulysses=1), documents=((0, 30, 80),))
-    alone = torch.cat([module(x[:, :30]), module(x[:, 30:])], 1)
-    assert_close("out", module(x, layout=layout), alone, 1e-5)
-    assert (module(x) - alone)[:, 30:].norm() > 0.01 * alone.norm()
+    """Documents of the layout, one list for both rows, are rows by themselves; what runs is noted once."""
+    module, x = replaced(make("LinearAttention"), kda=KDAConfig(heads_per_group=3)), random(2, 80, 32)
+    positions = torch.cat([torch.arange(30), torch.arange(50)])[None]
+
+    def run(rows, positions=None):
+        return module(rows, TokenLayout(TokenSplit(), positions, rows.shape[1]))
+
+    alone = torch.cat([run(x[:, :30]), run(x[:, 30:])], 1)
+    assert_close("out", run(x, positions), alone, 1e-5)
+    assert (run(x) - alone)[:, 30:].norm() > 0.01 * alone.norm()
+    assert module.runtime.ran == {"linear_attention": "KDA, kernel torch, 3 heads of a rank at a time"}
 
 
 @pytest.mark.parametrize(
@@ -177,21 +177,21 @@ def test_in_bf16_it_is_no_worse_than_transformers(fp32):
     assert mine <= 1.03 * theirs, f"together {mine:.3e}, transformers {theirs:.3e}"
 
 
-LAYOUTS = {2: [(1, 2, None), (2, 1, PACKED)], 4: [(1, 4, PACKED), (4, 1, None), (2, 2, PACKED)]}
+LAYOUTS = {2: [(2, None), (1, PACKED)], 4: [(4, PACKED), (1, None), (2, PACKED)]}  # Ulysses ranks of a ring rank, documents
 
 
 def over_ranks(cases, break_it=None):
     """On every rank of a world: the layer by heads against one rank's, outputs, dx and summed gradients."""
     module, x, w = make("LinearAttention"), random(2, 80, 32), random(2, 80, 32, seed=2)
     whole = {}
-    for ring, ulysses, offsets in cases:
-        shards = shards_of(ring, ulysses, offsets)
+    for ulysses, offsets in cases:
+        split = split_of(ulysses)
         if offsets not in whole:
-            whole[offsets] = layer_passes(module, x, TokenShards(offsets=offsets), KDAConfig(), w)
+            whole[offsets] = layer_passes(module, x, KDAConfig(), w, offsets=offsets)
         expected = dict(whole[offsets])
-        expected |= {key: local(expected[key], shards) for key in ("output 0", "dx")}
+        expected |= {key: split.take(expected[key]) for key in ("output 0", "dx")}
         for config in CONFIGS:
-            got = layer_passes(module, local(x, shards), shards, config, local(w, shards))
+            got = layer_passes(module, split.take(x), config, split.take(w), split, offsets)
             got |= summed({key: grad for key, grad in got.items() if key not in ("output 0", "dx")})
             assert_all_close(got, expected, 1e-5)
 
@@ -203,11 +203,11 @@ def test_heads_over_ranks(worlds, ranks):
 
 def breaks(name):
     """Without one part of it the comparison must fail, on every rank."""
-    joined = TokenShards.natural
+    joined = TokenSplit.natural
     broken = {
-        "order": (TokenShards, "natural", lambda self, t: t.transpose(0, 1).flatten(1, 2)),
+        "order": (TokenSplit, "natural", lambda self, t: t.transpose(0, 1).flatten(1, 2)),
         "halo": (conv, "_halo", lambda part, weight: part.start),
-        "seams": (TokenShards, "natural", joined),  # control: nothing is broken
+        "seams": (TokenSplit, "natural", joined),  # control: nothing is broken
     }[name]
     before = getattr(broken[0], broken[1])
     setattr(*broken)
@@ -241,7 +241,7 @@ def bytes_sent(exchange):
 
     dist.all_gather_into_tensor, kda.exchange = gather, swap
     try:
-        linear_attention(module, x, shards_of(dist.get_world_size(), 1), KDAConfig(exchange))
+        linear_attention(module, x, split_of(1), config=KDAConfig(exchange))
     finally:
         dist.all_gather_into_tensor, kda.exchange = real_gather, real_swap
     return sum(sent)
@@ -266,10 +266,10 @@ def test_the_peak_is_a_group_s():
 def heads_are_refused():
     module = make("LinearAttention", linear_num_heads=6, linear_head_dim=4)
     with pytest.raises(PreflightError, match="linear_num_heads=6 on 4 ranks.*use 1, 2, 3, 6 ranks"):
-        linear_attention(module, random(1, 8, 32), shards_of(4, 1))
+        linear_attention(module, random(1, 8, 32), split_of(1))
 
 
-def test_refusals(worlds, caplog):
+def test_refusals(worlds):
     worlds(4).run(heads_are_refused)
     for name, device, bound, says in (
         ("fast", "cpu", -5.0, "'fast' is unknown: use auto, torch, fla"),
@@ -282,11 +282,6 @@ def test_refusals(worlds, caplog):
     for bad in ({"exchange": "both"}, {"heads_per_group": 0}, {"tile_tokens": 1.5}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             KDAConfig(**bad)
-    delta.log_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="upipe.glm.delta"):
-        for _ in range(2):
-            select_kernel("auto", "cpu", -5.0)
-    assert [r.getMessage() for r in caplog.records] == ["KDA runs in torch on cpu"]
 
 
 @pytest.mark.gpu
@@ -295,14 +290,14 @@ def test_fla_is_the_torch_kernel(offsets):
     pytest.importorskip("fla")
     module = make("LinearAttention", linear_num_heads=4, linear_head_dim=128, hidden_size=256).cuda()
     x, w = random(1, 1000, 256).cuda(), random(1, 1000, 256, seed=2).cuda()
-    exact = layer_passes(module, x, TokenShards(offsets=offsets), KDAConfig(kernel="torch"), w)
+    exact = layer_passes(module, x, KDAConfig(kernel="torch"), w, offsets=offsets)
     for name, p in module.named_parameters():
         if not any(part in name for part in ("conv1d", "dt_bias", "A_log")):
             p.data = p.data.bfloat16()
     x, w = x.bfloat16(), w.bfloat16()
     errors = {}
     for kernel in ("torch", "fla"):
-        got = layer_passes(module, x, TokenShards(offsets=offsets), KDAConfig(kernel=kernel), w)
+        got = layer_passes(module, x, KDAConfig(kernel=kernel), w, offsets=offsets)
         errors[kernel] = {name: ((got[name].float() - want).norm() / want.norm()).item() for name, want in exact.items()}
     for name, error in errors["fla"].items():
         assert error <= max(2 * errors["torch"][name], 2e-2), (name, error, errors["torch"][name])

@@ -1,26 +1,18 @@
 """The mixture of experts in chunks against transformers', with experts whole and dealt out over ranks that have different numbers
 of tokens; what it keeps; how ranks' shares are added; the load report."""
 
-from types import SimpleNamespace
 
-import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
 from torch import nn
 
-from tests.glm_modules import assert_all_close, assert_all_equal, local, make, passes, random, shards_of, summed
-from tests.plain import assert_close
-from tests.sharded import ds_config
+from tests.glm_modules import assert_all_close, assert_all_equal, make, passes, random, replaced, summed
 from tests.world import RankFailure, RankTimeout
 from upipe import preflight
 from upipe.glm import moe
-from upipe.glm.hyper import HyperConnection
-from upipe.glm.kda import KimiDeltaAttention
 from upipe.glm.moe import (
     ExpertLoad,
-    MixtureOfExperts,
     MoEConfig,
     combine,
     combine_dtype,
@@ -166,8 +158,8 @@ def test_nvls(environment, possible):
 class Layer(nn.Module):
     def __init__(self, load):
         super().__init__()
-        self.mlp, self.load = make("MoE"), load
-        self.mlp.__class__, self.mlp.settings, self.mlp.load, self.mlp.layer = MixtureOfExperts, MoEConfig(16), load, 3
+        self.mlp, self.load = replaced(make("MoE"), moe=MoEConfig(16)), load
+        self.mlp.runtime.load, self.mlp.layer = load, 3
 
     def forward(self, x):
         return x + self.mlp(x)
@@ -205,50 +197,3 @@ def test_the_choice_is_not_differentiated():
     module = make("MoE")
     scores, chosen = route(random(5, 32), module.gate.weight, module.gate, module.gate.e_score_correction_bias)
     assert scores.requires_grad and not chosen.dtype.is_floating_point
-
-
-class Block(nn.Module):
-    """A KDA layer with hyper-connections and experts, by the classes that transformers' modules are given."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = make("DecoderLayer", mlp_layer_types=["sparse"] * 8)
-        layer = self.layer
-        layer.self_attn.__class__, layer.mlp.__class__ = KimiDeltaAttention, MixtureOfExperts
-        layer.attn_hc.__class__ = layer.ffn_hc.__class__ = HyperConnection
-        layer.mlp.settings = MoEConfig(16)
-
-    def forward(self, streams, layout=None):
-        layer = self.layer
-        post, comb, x = layer.attn_hc(streams)
-        streams = layer.attn_hc.expand(streams, layer.self_attn(layer.input_layernorm(x), layout), post, comb)
-        post, comb, x = layer.ffn_hc(streams)
-        return layer.ffn_hc.expand(streams, layer.mlp(layer.post_attention_layernorm(x)), post, comb)
-
-
-def under_zero_3(checkpointed):
-    """Sequence over the ranks, parameters partitioned by ZeRO-3, KDA and experts gathered as leaf modules: the whole gradients."""
-    ranks = dist.get_world_size()
-    X, w = random(1, 80, 4, 32), random(1, 80, 4, 32, seed=2)
-    plain = Block()
-    expected = passes(plain, X, plain, (w,))
-    model = Block()
-    set_z3_leaf_modules(model, [KimiDeltaAttention, MixtureOfExperts])
-    handle = apply_checkpointing(nn.Sequential(model), layers=[model]) if checkpointed else None
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=ds_config(3))
-    shards = shards_of(ranks, 1)
-    layout = SimpleNamespace(split=SimpleNamespace(group=shards.group, ring=ranks, ulysses=1), documents=None)
-    out = engine(local(X, shards), layout=layout)
-    assert_close("output", out, local(expected["output 0"], shards), 1e-5)
-    engine.backward((out * local(w, shards)).sum() * ranks)  # DeepSpeed averages over ranks
-    for name, p in model.named_parameters():
-        assert_close(name, safe_get_full_grad(p), expected[name], 1e-5)
-    engine.destroy()
-    if handle is not None:
-        handle.remove()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_under_zero_3(worlds, checkpointed):
-    worlds(2).run(under_zero_3, checkpointed=checkpointed)

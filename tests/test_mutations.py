@@ -96,6 +96,12 @@ MUTATIONS = {
     "sparse attention: gradients of other ranks' queries are lost": (
         "glm/sparse.py", "call.layout.split.reduced(dkeys)", "call.layout.split.take(dkeys)",
         ["tests/test_glm_context.py", "-k", "two_ranks_equal_one and not deepspeed"]),
+    "KDA: a tile of the convolution has no halo": (
+        "glm/conv.py", "return max(part.start - (weight.shape[1] - 1), 0)", "return part.start",
+        ["tests/test_glm_kda.py", "-k", "short_convolution"]),
+    "experts: ranks do not agree on the number of chunks": (
+        "glm/moe.py", "    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)\n", "",
+        ["tests/test_glm_moe.py", "-k", "experts_over_ranks and 2"]),
     "indexer: of equal scores the later pool": (
         "glm/indexer.py", "(ordered.long() << 32) + (n - 1 - columns)", "(ordered.long() << 32) + columns",
         ["tests/test_glm_sparse.py", "-k", "earlier"]),

@@ -424,6 +424,11 @@ class Handle:
         return {str(case): kernel.name for case, kernel in self._sharding.kernels.items()}
 
     @property
+    def takes_shift_labels(self) -> bool:
+        """Whether the model gives the sum of its tokens' losses itself, and no logits."""
+        return tiled_loss_of(self.model) is not None
+
+    @property
     def widths(self) -> list[int]:
         """Stage widths U: those chosen so far where heads_per_stage is "auto", else the one there is."""
         if self.config.heads_per_stage == "auto":
@@ -475,7 +480,7 @@ class Handle:
         """
         self.check(engine, batch)
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
-        if tiled_loss_of(self.model) is not None:
+        if self.takes_shift_labels:
             local = engine(**inputs, shift_labels=batch["shift_labels"]).loss
         else:
             logits = getattr(engine(**inputs), "logits", None)
@@ -530,6 +535,11 @@ class Handle:
                 "the model is in eval mode and shard_eval=False, so it takes whole sequences: compute the plain loss on the whole "
                 "batch, or apply with shard_eval=True"
             )
+
+    def note_config(self, ds_config: dict | str | None) -> None:
+        """Take a DeepSpeed configuration, or the path of one, into the report."""
+        if ds_config is not None:
+            self._note_live_layers(json.loads(Path(ds_config).read_text()) if isinstance(ds_config, str) else ds_config)
 
     def _note_live_layers(self, ds_config: dict) -> None:
         live = preflight.live_layers(ds_config, self._layer_numel)
@@ -593,7 +603,8 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
 
     Args:
         model: a causal LM of an architecture that `models.ARCHITECTURES` lists, with random or pretrained weights; also
-            made under `deepspeed.zero.Init` or on the meta device.
+            made under `deepspeed.zero.Init` or on the meta device. Or one that shares its sequences itself, by a method
+            `share_over_ranks(config, ds_config)` that gives the handle (`upipe.glm`).
         config: settings.
         ds_config: the DeepSpeed configuration or the path of its JSON file, to be reported on and warned about here and
             not at the first step.
@@ -603,6 +614,8 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     """
     config = UPipeConfig() if config is None else config
     preflight.check_arguments(model, config, UPipeConfig)
+    if hasattr(model, "share_over_ranks"):
+        return model.share_over_ranks(config, ds_config)
     init_distributed()
     preflight.check_groups(config.sp_size, config.ring_degree, node_ranks())
     preflight.check_kernel_name(config.kernel)
@@ -647,8 +660,7 @@ def patch(model: nn.Module, sharding: Sharding, found: list, handle_class: type[
             patched.append(module)
     layer = _layer_of(model, found[0][0])
     handle = handle_class(model, sharding, patched, len(found), sum(preflight.numel(p) for p in layer.parameters()))
-    if ds_config is not None:
-        handle._note_live_layers(json.loads(Path(ds_config).read_text()) if isinstance(ds_config, str) else ds_config)
+    handle.note_config(ds_config)
     return handle
 
 

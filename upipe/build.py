@@ -15,6 +15,9 @@ from torch import nn
 
 from upipe.block import checkpoint_contexts
 from upipe.config import ConfigError, FileOrName, Length
+from upipe.glm import Glm5NextForCausalLM, GlmRuntime, GlmSettings, GlmTextConfig
+from upipe.glm import preset as glm_preset
+from upipe.glm.config import preset_shapes as glm_shapes
 from upipe.presets import preset_shapes
 
 _SHAPE = ("hidden_size", "layers", "heads", "kv_heads", "intermediate_size", "vocab_size")
@@ -32,6 +35,7 @@ class ModelConfig:
 
     rope_scaling: RoPE scaling for any of the three, as in a Hugging Face configuration, e.g. {rope_type: yarn, factor: 4.0,
     original_max_position_embeddings: 32768}; rope_theta stays the model's own unless it is among them.
+    glm: how a GLM model computes (`upipe.glm.GlmSettings`); for its presets and checkpoints alone.
     checkpointing: recompute each decoder layer in the backward pass ("non-reentrant" is torch's recommended form).
     zero_init: under ZeRO-3 make random weights partitioned from the start (`deepspeed.zero.Init`), never whole on any
     rank; "auto" where there is a GPU. The values depend on the seed alone, but differ from those made whole.
@@ -49,9 +53,12 @@ class ModelConfig:
     rope_theta: float | None = None
     rope_scaling: dict | None = None
     max_positions: Length | None = None
-    preset: Literal["llama3-8b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "qwen3-32b-paper"] | None = None
+    preset: Literal[
+        "llama3-8b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "qwen3-32b-paper", "glm-5.3-flash", "glm-mini", "glm-tiny"
+    ] | None = None  # fmt: skip
     pretrained: FileOrName | None = None
     gguf_file: str | None = None
+    glm: GlmSettings | None = None
     checkpointing: Literal["none", "non-reentrant", "reentrant"] = "none"
     zero_init: Literal["auto", "always", "never"] = "auto"
 
@@ -74,10 +81,12 @@ class ModelConfig:
             others = [name for name in given if name != "layers"]
             if others:
                 raise ValueError(f"preset={self.preset!r} brings its own shape but for layers; leave out {', '.join(others)}")
-            published = preset_shapes()[self.preset]["num_hidden_layers"]
+            published = (glm_shapes() | preset_shapes())[self.preset]["num_hidden_layers"]
             if self.layers is not None and self.layers > published:
                 raise ValueError(f"layers={self.layers}: preset={self.preset!r} has {published}; give at most that")
             return
+        if self.glm is not None:
+            raise ValueError("glm is of GLM models alone: give one of their presets or checkpoints, or leave it out")
         missing = [name for name in _SHAPE if name not in given]
         if missing:
             raise ValueError(f"give the whole shape, a preset, or pretrained; missing: {', '.join(missing)}")
@@ -96,22 +105,48 @@ def hf_config(config: ModelConfig) -> Any:
     if config.pretrained is not None:
         extra = {} if config.gguf_file is None else {"gguf_file": config.gguf_file}
         try:
-            found = AutoConfig.from_pretrained(config.pretrained, **extra)
+            found = read_config(config.pretrained, **extra)
         except (OSError, ValueError, ImportError) as error:
             what = "" if Path(config.pretrained).is_dir() else " is not a folder, and as a name"
             raise ConfigError(f"model.pretrained={config.pretrained!r}{what} cannot be loaded: {error}") from error
         found.use_cache = False
+    elif config.preset in glm_shapes():
+        found = glm_preset(config.preset, **({} if config.layers is None else {"num_hidden_layers": config.layers}))
     elif config.preset is not None:
         shape = preset_shapes()[config.preset] | ({} if config.layers is None else {"num_hidden_layers": config.layers})
         found = AutoConfig.for_model(**shape, bos_token_id=None, eos_token_id=None, pad_token_id=None, use_cache=False)
     else:
         found = _given_shape(config)
+    if config.glm is not None and not is_glm(found):
+        raise ConfigError(f"model.glm is of GLM models alone, and this one's type is {found.model_type!r}; leave it out")
     if config.rope_scaling is not None:
+        if is_glm(found):
+            raise ConfigError("model.rope_scaling with a GLM model, which has no rotary embedding; leave it out")
         if "rope_type" not in config.rope_scaling:
             raise ConfigError(f"model.rope_scaling={config.rope_scaling}: give rope_type (linear, yarn or llama3), and what it needs")
         theta = found.rope_parameters["rope_theta"]
         found.rope_parameters = {"rope_theta": theta} | config.rope_scaling
     return found
+
+
+def is_glm(described: Any) -> bool:
+    """Whether a Hugging Face configuration is of GLM-5.3-Flash, the model of `upipe.glm`."""
+    return described.model_type.startswith("glm5_next")
+
+
+def read_config(folder: str | Path, **extra) -> Any:
+    """The Hugging Face configuration in a folder, or of a name, with which `causal_lm` makes its model."""
+    from transformers import AutoConfig
+
+    found = AutoConfig.from_pretrained(folder, **extra)
+    return GlmTextConfig.from_pretrained(folder) if is_glm(found) else found
+
+
+def causal_lm(described: Any, *, dtype: torch.dtype) -> nn.Module:
+    """The causal LM of a configuration with random weights."""
+    from transformers import AutoModelForCausalLM
+
+    return (Glm5NextForCausalLM._from_config if is_glm(described) else AutoModelForCausalLM.from_config)(described, dtype=dtype)
 
 
 def _given_shape(config: ModelConfig) -> Any:
@@ -154,15 +189,16 @@ def build_model(config: ModelConfig, *, seed: int = 0, meta: bool = False) -> nn
     described = hf_config(config)
     if meta:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+            model = causal_lm(described, dtype=torch.float32)
     elif config.pretrained is not None:
         extra = {} if config.gguf_file is None else {"gguf_file": config.gguf_file}
-        model = AutoModelForCausalLM.from_pretrained(config.pretrained, config=described, dtype=torch.float32, **extra)
+        cls = Glm5NextForCausalLM if is_glm(described) else AutoModelForCausalLM
+        model = cls.from_pretrained(config.pretrained, config=described, dtype=torch.float32, **extra)
         model.config.use_cache = False
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+            model = causal_lm(described, dtype=torch.float32)
     return _in_training(model, config)
 
 
@@ -177,7 +213,6 @@ def build_partitioned_model(config: ModelConfig, ds_config: dict[str, Any], *, s
     """The random model of `config` with its parameters made and kept partitioned over all ranks (ZeRO-3), in the dtype
     of `ds_config`, on this rank's device. Collective. Weights come from the first rank and depend on `seed` alone; the
     caller's random state is left as it was."""
-    from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
     dtype = torch.bfloat16 if ds_config["bf16"]["enabled"] else torch.float32
@@ -187,7 +222,7 @@ def build_partitioned_model(config: ModelConfig, ds_config: dict[str, Any], *, s
     try:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(hf_config(config), dtype=dtype)
+            model = causal_lm(hf_config(config), dtype=dtype)
     finally:
         del under_zero3
         gc.collect()
@@ -195,6 +230,8 @@ def build_partitioned_model(config: ModelConfig, ds_config: dict[str, Any], *, s
 
 
 def _in_training(model: nn.Module, config: ModelConfig) -> nn.Module:
+    if config.glm is not None:
+        model.use(GlmRuntime(config.glm))
     if config.checkpointing != "none":
         enable_checkpointing(model, reentrant=config.checkpointing == "reentrant")
     return model.train()
@@ -205,17 +242,22 @@ def enable_checkpointing(model: nn.Module, *, reentrant: bool) -> None:
 
     The non-reentrant form also tells attention blocks which forward is the first of its call.
     """
-    options = {"use_reentrant": reentrant} | ({} if reentrant else {"context_fn": checkpoint_contexts})
+    options = {"use_reentrant": reentrant} | ({} if reentrant else {"context_fn": contexts_of(model)})
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(options)
     else:
         model.gradient_checkpointing_enable(options)
 
 
+def contexts_of(model: nn.Module):
+    """The contexts of a checkpointed layer's first forward and its recompute: the model's own, or the attention block's."""
+    return getattr(model, "checkpoint_contexts", checkpoint_contexts)
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """Numbers of a model, whole: parameters; decoder layers and the parameters of the largest; hidden size D; query heads H and
-    the width of the attention output, H * d; vocabulary V."""
+    the width of the attention output, H * d; vocabulary V; residual streams between layers, of D each."""
 
     parameters: int
     layers: int
@@ -224,6 +266,7 @@ class ModelSizes:
     heads: int
     attention_width: int
     vocab_size: int
+    streams: int = 1
 
 
 def model_sizes(config: ModelConfig) -> ModelSizes:
@@ -236,7 +279,7 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
     head_dim = getattr(described, "head_dim", None) or described.hidden_size // described.num_attention_heads
     return ModelSizes(
         parameters, described.num_hidden_layers, largest, described.hidden_size, described.num_attention_heads,
-        described.num_attention_heads * head_dim, described.vocab_size,
+        described.num_attention_heads * head_dim, described.vocab_size, getattr(described, "hc_mult", 1),
     )  # fmt: skip
 
 

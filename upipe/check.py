@@ -224,7 +224,7 @@ def _full_gradients(engine: Any) -> dict[str, Tensor | None]:
 
     gradients = {}
     for name, parameter in engine.module.named_parameters():
-        gradient = safe_get_full_grad(parameter)
+        gradient = safe_get_full_grad(parameter) if parameter.requires_grad else None
         if dist.get_rank() == 0:
             gradients[name] = None if gradient is None else gradient.detach().cpu().clone()
     return gradients

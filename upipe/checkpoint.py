@@ -201,15 +201,14 @@ def export(checkpoint: str, out: str | Path) -> Path:
     checkpoint: a checkpoint, or a run's folder for its newest. Returns the checkpoint used. Raises ConfigError for an
     incomplete checkpoint, and where `out` holds something already.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from upipe.build import causal_lm, read_config
 
     path, out = find(checkpoint, checkpoint), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already; choose another folder")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[read_state(path)["config"]["train"]["dtype"]]
-    config = AutoConfig.from_pretrained(path / "model")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = causal_lm(read_config(path / "model"), dtype=dtype)
     weights = {name: value.to(dtype) for name, value in full_state_dict(path).items()}
     model.load_state_dict(weights, assign=True)
     model.tie_weights()

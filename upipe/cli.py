@@ -16,6 +16,7 @@ import torch
 from upipe import checkpoint, models, outcomes, plan
 from upipe.build import ModelConfig, build_model, count_parameters
 from upipe.config import ConfigError, load, parse_length, to_mapping
+from upipe.glm.config import preset_shapes as glm_shapes
 from upipe.launch import launch, slurm_environment
 from upipe.preflight import PreflightError
 from upipe.presets import preset_shapes
@@ -208,12 +209,14 @@ def _models(arguments: argparse.Namespace) -> int:
     print("served architectures (model type, attention class, what of it):")
     for architecture in models.ARCHITECTURES:
         print(f"  {architecture.name:<12} {architecture.attention_name:<18} {architecture.served_as}")
+    print(f"  {'glm5_next':<12} {'KDA, sparse MLA':<18} GLM-5.3-Flash's text model, by upipe.glm")
     print("shape presets (model.preset, with model.layers to shorten):")
-    for name, shape in preset_shapes().items():
+    for name, shape in (preset_shapes() | glm_shapes()).items():
         parameters = count_parameters(build_model(ModelConfig(preset=name), meta=True))
         heads = f"{shape['num_attention_heads']}/{shape['num_key_value_heads']} heads"
+        kind = shape.get("model_type", "glm5_next")
         print(
-            f"  {name:<16} {shape['model_type']:<6} {parameters / 1e9:5.2f} B parameters, {shape['num_hidden_layers']} layers, "
+            f"  {name:<16} {kind:<9} {parameters / 1e9:5.2f} B parameters, {shape['num_hidden_layers']} layers, "
             f"hidden {shape['hidden_size']}, {heads}"
         )
     return 0
@@ -268,10 +271,15 @@ def _summary(trainer: Trainer, losses: list[float], seconds: float) -> str:
     if not losses:
         return f"nothing to train: {trainer.checkpoint} has all {trainer.config.train.steps} steps; {where}"
     last = losses[-10:]
-    return (
+    text = (
         f"trained {len(losses)} steps in {seconds:.0f} s: loss {losses[0]:.4f} -> "
         f"{sum(last) / len(last):.4f} (mean of the last {len(last)}); {where}"
     )
+    if trainer.evaluated is not None:
+        text += f"\nevaluation loss {trainer.evaluated:.4f} nats a token"
+        if others := trainer.baselines():
+            text += "; Markov models on the same tokens: " + ", ".join(f"{name} {loss:.4f}" for name, loss in others.items())
+    return text
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class DataConfig:
     packing: "join" or "documents" (see the module). repeat: tile joined data that is shorter than one batch of rows.
     Evaluation data, at most one of: eval_path (like path), eval_split (of `dataset`), eval_fraction (held out from the
     end of the training data, which then lacks it). Evaluation documents that are also trained on are refused.
+    markov_orders: print the losses of Markov models up to this order on the evaluation data beside the model's (`upipe.baselines`).
     """
 
     path: File | list[File] | None = None
@@ -55,6 +56,7 @@ class DataConfig:
     eval_path: File | list[File] | None = None
     eval_split: str | None = None
     eval_fraction: float = 0.0
+    markov_orders: int | None = None
 
     def __post_init__(self):
         if self.tokens < 2:
@@ -69,6 +71,8 @@ class DataConfig:
             raise ValueError(f"eval_split={self.eval_split!r} needs dataset; for local files use eval_path or eval_fraction")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction={self.eval_fraction}: must be at least 0 and less than 1")
+        if self.markov_orders is not None and (self.markov_orders < 0 or self.packing != "join" or not self.has_eval):
+            raise ValueError(f"markov_orders={self.markov_orders}: 0 or more, with packing=join and evaluation data (eval_fraction, say)")
         if self.repeat and self.packing != "join":
             raise ValueError("repeat=true works with packing=join; packed rows are padded instead")
         if self.gguf_file is not None and self.tokenizer == "bytes":

@@ -1,6 +1,6 @@
 """Where training text comes from: local files and Hugging Face data sets, as one string a document.
 
-| format | suffixes (".gz" may follow for fasta) | a document is |
+| format | suffixes (".gz" or ".xz" may follow for fasta) | a document is |
 | --- | --- | --- |
 | text | .txt .text .md | one UTF-8 file, byte for byte |
 | jsonl | .jsonl .ndjson .json | one record's text field |
@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import gzip
+import lzma
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def read_hub(name: str, *, subset: str | None, split: str, field: str, key: str 
 def _format_of(path: str, key: str) -> str:
     name = path.lower()
     for kind, suffixes in SUFFIXES.items():
-        if name.endswith(suffixes) or (kind == "fasta" and name.endswith(tuple(s + ".gz" for s in suffixes))):
+        if name.endswith(suffixes) or (kind == "fasta" and name.endswith(tuple(s + packed for s in suffixes for packed in (".gz", ".xz")))):
             return kind
     known = ", ".join(s for suffixes in SUFFIXES.values() for s in suffixes)
     raise ConfigError(f"{key}: the suffix of {path} tells no format ({known}); set data.format")
@@ -76,7 +77,7 @@ def _read_text(path: str, key: str) -> str:
 
 
 def _read_fasta(path: str, key: str) -> Iterator[str]:
-    opened = gzip.open if path.lower().endswith(".gz") else open
+    opened = {".gz": gzip.open, ".xz": lzma.open}.get(Path(path).suffix.lower(), open)
     lines: list[str] | None = None
     try:
         with opened(path, "rt", encoding="ascii") as file:
@@ -90,7 +91,7 @@ def _read_fasta(path: str, key: str) -> Iterator[str]:
                     if lines is None:
                         raise ConfigError(f"{key}: {path} line {number} comes before any header: a FASTA record begins with '>'")
                     lines.append(line)
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError) as error:
         raise ConfigError(f"{key}: cannot read {path} as FASTA: {error}") from error
     if lines:
         yield "".join(lines)

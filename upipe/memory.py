@@ -22,8 +22,7 @@ from torch import nn
 
 from upipe import host, preflight
 from upipe.apply import Handle, UPipeConfig, host_layers
-from upipe.block import checkpoint_contexts
-from upipe.build import ModelConfig, ModelSizes
+from upipe.build import ModelConfig, ModelSizes, contexts_of
 from upipe.config import ConfigError, Length, parse_length
 from upipe.layer import FusedLayers, FusedLayersConfig, apply_fused_layers, layer_contexts
 from upipe.loss import LOSS_TILE_TOKENS
@@ -312,7 +311,7 @@ def make_plan(
     train, upipe, memory = run.train, run.upipe, run.memory
     itemsize = 2 if train.dtype == "bf16" else 4
     rows = train.micro_batch_size * -(-tokens // upipe.sp_size)
-    input_bytes = rows * sizes.hidden_size * itemsize
+    input_bytes = rows * sizes.hidden_size * sizes.streams * itemsize
     tiling = checkpointing = None
     if memory.tiles:
         tiling = TilingConfig(
@@ -396,7 +395,7 @@ def estimate_kept(run: Any, input_bytes: int, sizes: ModelSizes, world: int, dev
     gradient = 2 if train.dtype == "bf16" and train.gradient_dtype == "bf16" else 4
     each = [itemsize, gradient, 0 if run.memory.optimizer == "cpu" else 12]
     states = sum(sizes.parameters * nbytes // share for nbytes, share in zip(each, shards))
-    rows = input_bytes // (sizes.hidden_size * itemsize)
+    rows = input_bytes // (sizes.hidden_size * sizes.streams * itemsize)
     logits = min(rows, run.memory.loss_tokens or rows) * sizes.vocab_size * (4 + itemsize)
     head = sizes.vocab_size * sizes.hidden_size * (4 + 3 * itemsize)
     buffers = 4 * sizes.layer_parameters * itemsize
@@ -449,6 +448,12 @@ def apply_stack(
         raise ConfigError("memory.loss_implementation=liger needs a GPU; use tiled")
     if config.attention_output == "host" and config.attention_output_layers == "auto":
         config = dataclasses.replace(config, attention_output_layers=plan.attention_layers)
+    own = hasattr(model, "share_over_ranks")
+    if own and (plan.tiling or plan.fused or plan.pairs):
+        raise ConfigError(
+            f"memory.mlp_tokens, norm_tokens, loss_tokens, fused_layers or store_every=2 with {type(model).__name__}, which has tiles of "
+            "its own (model.glm): leave them out; memory.offload works"
+        )
     done: list[Any] = []
     try:
         tiling = None if plan.tiling is None else apply_tiling(model, plan.tiling)
@@ -457,7 +462,7 @@ def apply_stack(
         done += [handle]
         fused = None if plan.fused is None else apply_fused_layers(model, handle, plan.fused)
         done += [fused]
-        checkpointing, contexts = None, checkpoint_contexts if fused is None else layer_contexts
+        checkpointing, contexts = None, contexts_of(model) if fused is None else layer_contexts
         if plan.checkpointing is not None:
             checkpointing = apply_checkpointing(model, plan.checkpointing, contexts=contexts)
     except BaseException as error:

@@ -143,9 +143,10 @@ def deepspeed_config(
 def build_optimizer(model: nn.Module, config: TrainConfig, *, cuda: bool) -> torch.optim.AdamW:
     """AdamW (fused on a GPU, also where its states are on the host then); weight decay on matrices alone, not on norms and
     biases."""
+    trained = [p for p in model.parameters() if p.requires_grad]
     # `ds_shape` where ZeRO-3 has already partitioned the parameter at construction.
-    matrices = [p for p in model.parameters() if len(getattr(p, "ds_shape", p.shape)) >= 2]
-    vectors = [p for p in model.parameters() if len(getattr(p, "ds_shape", p.shape)) < 2]
+    matrices = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) >= 2]
+    vectors = [p for p in trained if len(getattr(p, "ds_shape", p.shape)) < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -38,8 +38,9 @@ import yaml
 
 from upipe import preflight, simulate, stage_width
 from upipe.apply import host_layers
-from upipe.build import ModelConfig, hf_config, model_sizes
+from upipe.build import ModelConfig, hf_config, is_glm, model_sizes
 from upipe.config import ConfigError, load, to_mapping
+from upipe.glm.config import preset_shapes as glm_shapes
 from upipe.memory import make_plan, system_bytes
 from upipe.optimize import deepspeed_config
 from upipe.presets import preset_shapes
@@ -137,7 +138,7 @@ class Machine:
 
 
 def _model_section(model: str) -> dict[str, Any]:
-    if model in preset_shapes():
+    if model in preset_shapes() | glm_shapes():
         return {"preset": model}
     if "/" not in model and not Path(model).exists():
         near = difflib.get_close_matches(model, preset_shapes(), n=1)
@@ -179,6 +180,8 @@ def _described(model: str) -> tuple[Any, Any, str]:
     except ConfigError as error:
         # The hub's own messages are long.
         raise ConfigError(f"{' '.join(str(error).split())[:300]}. Presets: {', '.join(preset_shapes())}") from error
+    if is_glm(described):
+        raise ConfigError("upipe plan does not know GLM models: python -m experiments.glm_ablation predicts their memory")
     return described, model_sizes(config), shape_of(described)
 
 

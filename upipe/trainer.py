@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from upipe import checkpoint, memory, memory_report
 from upipe.apply import UPipeConfig
+from upipe.baselines import markov_losses
 from upipe.build import ModelConfig, build_model, build_partitioned_model, longest_served, model_sizes, wants_zero_init
 from upipe.check import CheckResult, self_check
 from upipe.comm import init_distributed, node_ranks
@@ -146,6 +147,7 @@ class Trainer:
             start=self.start * train.accumulation,
         )
         self.engine: Any = None
+        self.evaluated: float | None = None
 
     @property
     def is_main(self) -> bool:
@@ -289,7 +291,15 @@ class Trainer:
                 total += float(self.handle.loss(self.engine, batch)) * valid
                 tokens += valid
         self.engine.train()
-        return total / max(1, tokens), tokens
+        self.evaluated = total / max(1, tokens)
+        return self.evaluated, tokens
+
+    def baselines(self) -> dict[str, float]:
+        """Losses of Markov models on the evaluation data (`upipe.baselines`); none where `data.markov_orders` is null."""
+        if self.config.data.markov_orders is None:
+            return {}
+        held = self._evaluation_batches()
+        return markov_losses(self.data.train.stream, held.dataset, self.config.data.markov_orders, held.rows)
 
     def save(self, step: int) -> Path:
         """Write the checkpoint of the state after `step` optimizer steps; collective."""

@@ -1,6 +1,7 @@
 """GLM-5.3-Flash's text model (transformers' `glm5_next`): a causal LM with sparse attention that is sparse, over many ranks.
 
-In order of reading: `config`, `context` (tokens over ranks), `indexer` (which tokens), `sparse` (attention over them), `model`.
+In order of reading: `config`; `context` (tokens over ranks); `indexer` (which tokens) and `sparse` (attention over them); `conv`,
+`delta` and `kda` (linear attention); `hyper` and `moe`, with `replay` under them; `model`, and `apply` (under DeepSpeed).
 """
 
 from upipe.glm.config import GlmSettings, GlmTextConfig, preset

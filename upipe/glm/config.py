@@ -3,16 +3,20 @@
 | preset | what it is | parameters |
 | --- | --- | --- |
 | glm-5.3-flash | GLM-5.3-Flash without its MTP layer and vision tower; 45 layers, 11 of them sparse attention | 313.3 B |
+| glm-tiny | 64 channels, 4 layers (3 KDA, 1 sparse; 1 of experts), 64 tokens selected: for a CPU | 0.4 M |
 | glm-mini | the same layer with 1,024 channels, 8 layers (6 KDA, 2 sparse) and a vocabulary of bytes, for one GPU | 0.24 B |
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
 
+from upipe.glm.hyper import HYPER_TILE_TOKENS, Recompute
+from upipe.glm.kda import KDAConfig
+from upipe.glm.moe import MoEConfig
 from upipe.loss import LOSS_TILE_TOKENS
 
 SCORE_BYTES = 1 << 31  # of per-head index scores, fp32, at a time
@@ -67,6 +71,8 @@ class GlmSettings:
         score_bytes: per-head index scores (fp32) that may exist at a time.
         gather_bytes: gathered latents (fp32) that may exist at a time in the torch kernel.
         loss_tile_tokens: rows of logits at a time.
+        kda, moe: of linear attention and of the mixture of experts.
+        hyper_recompute, hyper_tile_tokens: of the hyper-connections (`hyper.collapse`).
     """
 
     kernel: str = "auto"
@@ -74,12 +80,18 @@ class GlmSettings:
     score_bytes: int = SCORE_BYTES
     gather_bytes: int = GATHER_BYTES
     loss_tile_tokens: int = LOSS_TILE_TOKENS
+    kda: KDAConfig = field(default_factory=KDAConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    hyper_recompute: Recompute = "selective"
+    hyper_tile_tokens: int = HYPER_TILE_TOKENS
 
     def __post_init__(self) -> None:
-        for name in ("score_bytes", "gather_bytes", "loss_tile_tokens"):
+        for name in ("score_bytes", "gather_bytes", "loss_tile_tokens", "hyper_tile_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a positive integer")
+        if self.hyper_recompute not in ("none", "selective"):
+            raise ValueError(f"hyper_recompute={self.hyper_recompute!r}: use none or selective; full is a layer's checkpointing")
 
 
 def preset_shapes() -> dict[str, dict[str, Any]]:
@@ -130,7 +142,26 @@ def preset_shapes() -> dict[str, dict[str, Any]]:
         "v_head_dim": 128,
         "linear_num_heads": 16,
     }
-    return {"glm-5.3-flash": flash, "glm-mini": flash | mini}
+    tiny = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "index_topk": 64,
+        "index_head_dim": 16,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+    }
+    return {"glm-5.3-flash": flash, "glm-mini": flash | mini, "glm-tiny": flash | tiny}
 
 
 def preset(name: str, **changes: Any) -> GlmTextConfig:

@@ -84,26 +84,38 @@ class TokenSplit:
         """This rank's part of a padded whole, tokens along `dim`."""
         return torch.cat([whole.narrow(dim, part.start, len(part)) for part in self.held(whole.shape[dim])], dim)
 
+    def natural(self, shards: torch.Tensor) -> torch.Tensor:
+        """[P, B, L, ...] shards of all ranks -> [B, S, ...] in global order."""
+        P, B, L = shards.shape[:3]
+        joined = shards.transpose(0, 1).reshape(B, P * L, *shards.shape[3:])
+        pieces = zigzag.restored(P * L, self.ring, self.ulysses)
+        return joined if len(pieces) == 1 else torch.cat([joined[:, p.start : p.stop] for p in pieces], 1)
+
+    def ranked(self, whole: torch.Tensor) -> torch.Tensor:
+        """The inverse of `natural`."""
+        B, S = whole.shape[:2]
+        pieces = [piece for rank in range(self.size) for piece in self.held(S, rank)]
+        joined = whole if self.ring == 1 else torch.cat([whole[:, p.start : p.stop] for p in pieces], 1)
+        return joined.reshape(B, self.size, S // self.size, *whole.shape[2:]).transpose(0, 1)
+
+    def all_gather(self, local: torch.Tensor) -> torch.Tensor:
+        """[B, L, ...] -> [P, B, L, ...]. Not differentiated."""
+        if self.size == 1:
+            return local[None]
+        out = local.new_empty(self.size, *local.shape)
+        dist.all_gather_into_tensor(out.flatten(0, 1), local.contiguous(), group=self.group)
+        return out
+
     def gathered(self, local: torch.Tensor) -> torch.Tensor:
         """[B, L, ...] of every rank -> [B, S, ...] in global order, on every rank. Not differentiated: see `reduced`."""
-        if self.size == 1:
-            return local
-        parts = local.new_empty(self.size, *local.shape)
-        dist.all_gather_into_tensor(parts.flatten(0, 1), local.contiguous(), group=self.group)
-        whole = local.new_empty(local.shape[0], local.shape[1] * self.size, *local.shape[2:])
-        for rank in range(self.size):
-            begin = 0
-            for part in self.held(whole.shape[1], rank):
-                whole[:, part.start : part.stop] = parts[rank][:, begin : begin + len(part)]
-                begin += len(part)
-        return whole
+        return self.natural(self.all_gather(local))
 
     def reduced(self, whole: torch.Tensor) -> torch.Tensor:
         """[B, S, ...] of every rank -> this rank's tokens of their sum, [B, L, ...]: the backward of `gathered`."""
         if self.size == 1:
             return whole
-        parts = torch.stack([TokenSplit(None, self.ring, self.ulysses, rank).take(whole) for rank in range(self.size)])
-        local = torch.empty_like(parts[0])
+        parts = self.ranked(whole)
+        local = whole.new_empty(parts.shape[1:])
         dist.reduce_scatter_tensor(local, parts.flatten(0, 1), group=self.group)
         return local
 
@@ -155,16 +167,6 @@ class TokenLayout:
             dist.all_gather(shapes, mine, group=self.split.group)
             preflight.check_local_shapes(torch.stack(shapes).tolist())
         return self.split.gathered(position_ids)
-
-    @property
-    def packed(self) -> bool:
-        """Whether a row has several documents."""
-        return self.documents is not None
-
-    @property
-    def whole(self) -> bool:
-        """Whether this rank holds whole rows of one document each, as a plain model takes them."""
-        return self.split.size == 1 and not self.packed
 
     @cached_property
     def places(self) -> torch.Tensor:

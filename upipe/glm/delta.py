@@ -12,9 +12,7 @@ Source: Kimi Linear, arXiv 2510.26692.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +22,6 @@ from torch.nn.functional import softplus
 from upipe.kernels import Offsets
 from upipe.loss import wide_dtype
 from upipe.preflight import PreflightError
-
-logger = logging.getLogger(__name__)
 
 CHUNK = 16
 """Tokens solved together. Decays are taken relative to the chunk's middle: at a log-decay of -5 a token no factor leaves
@@ -249,7 +245,7 @@ KERNELS: dict[str, KDAKernel] = {kernel.name: kernel for kernel in (TorchKDA("to
 
 
 def select_kernel(name: str, device: str, lower_bound: float | None) -> KDAKernel:
-    """The kernel to use; "auto" is fla on a GPU and torch elsewhere, never another because one is missing. Logged once.
+    """The kernel to use; "auto" is fla on a GPU and torch elsewhere, never another because one is missing.
 
     Raises:
         PreflightError: it is unknown or cannot run this, and what can.
@@ -260,11 +256,4 @@ def select_kernel(name: str, device: str, lower_bound: float | None) -> KDAKerne
     reason = KERNELS[asked].declines(device, lower_bound)
     if reason is not None:
         raise PreflightError(f"KDA kernel {asked!r}: {reason}")
-    log_once(f"KDA runs in {asked} on {device}")
     return KERNELS[asked]
-
-
-@functools.cache
-def log_once(message: str) -> None:
-    """Log a line the first time."""
-    logger.info(message)

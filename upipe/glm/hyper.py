@@ -20,7 +20,7 @@ All three give the same bits in fp32. B batch, L tokens, n streams, D hidden. So
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperCo
 
 from upipe.glm.replay import by_rows
 from upipe.loss import wide_dtype
+
+if TYPE_CHECKING:
+    from upipe.glm.sparse import GlmRuntime
 
 Recompute = Literal["none", "selective"]
 
@@ -96,14 +99,14 @@ def expand(streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: tor
 
 
 class HyperConnection(Glm5NextTextHyperConnection):
-    """`Glm5NextTextHyperConnection` that keeps only its streams: give a module of transformers' this class."""
+    """`Glm5NextTextHyperConnection` that keeps only its streams; its parameters, under its names. `runtime` is set where a model's
+    modules are replaced."""
 
-    recompute: Recompute = "selective"
-    tile_tokens: int = HYPER_TILE_TOKENS
+    runtime: GlmRuntime
 
     def forward(self, hidden_streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`collapse`."""
-        return collapse(self, hidden_streams, self.recompute, self.tile_tokens)
+        return collapse(self, hidden_streams, self.runtime.settings.hyper_recompute, self.runtime.settings.hyper_tile_tokens)
 
     def expand(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
         """`expand`."""

@@ -7,7 +7,7 @@ output projection. Two ways to bring tokens together, chosen by what they send (
     all_to_all  project the local tokens to all heads; all-to-all the projections, 5*H*d + H wide
 
 Then, a group of heads at a time (the peak is a group's): order of the sequence restored by one copy of the group's narrow
-projections (`zigzag.restored`), short convolution, the delta rule, gated norm, all-to-all back to the tokens, and those
+projections (`TokenSplit.natural`), short convolution, the delta rule, gated norm, all-to-all back to the tokens, and those
 heads' columns of the output projection. Kept for backward: the local hidden state. Backward gathers it again, replays group
 by group, and adds up the shares that ranks have in a token's gradient (`sum_scatter`).
 
@@ -20,73 +20,29 @@ Source: Kimi Linear, arXiv 2510.26692; transformers `Glm5NextTextLinearAttention
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention
 
-from upipe import zigzag
 from upipe.comm import exchange
+from upipe.glm.context import TokenSplit
 from upipe.glm.conv import short_convolution
-from upipe.glm.delta import KDAKernel, log_once, select_kernel
+from upipe.glm.delta import KDAKernel, select_kernel
 from upipe.glm.replay import by_rows, rounded, tiles
 from upipe.kernels import Offsets
 from upipe.loss import wide_dtype
 from upipe.preflight import PreflightError
 
+if TYPE_CHECKING:
+    from upipe.glm.context import TokenLayout
+    from upipe.glm.sparse import GlmRuntime
+
 TILE_TOKENS = 8192
-
-
-@dataclass(frozen=True)
-class TokenShards:
-    """Which tokens of a sequence the ranks of a group hold: the layout of `zigzag`, ring rank by ring rank.
-
-    Args:
-        group: process group of ring * ulysses ranks; None with one rank.
-        ring, ulysses: R and P of `zigzag`; ring = 1: contiguous shards.
-        offsets: document boundaries of each row in the order of the whole (padded) sequence, or one for all rows; None: a row
-            is a document.
-    """
-
-    group: object = None
-    ring: int = 1
-    ulysses: int = 1
-    offsets: Offsets | None = None
-
-    @property
-    def ranks(self) -> int:
-        return self.ring * self.ulysses
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.group is None else dist.get_rank(self.group)
-
-    def natural(self, shards: torch.Tensor) -> torch.Tensor:
-        """[P, B, L, ...] shards of all ranks -> [B, P*L, ...] in the order of the sequence."""
-        P, B, L = shards.shape[:3]
-        joined = shards.transpose(0, 1).reshape(B, P * L, *shards.shape[3:])
-        pieces = zigzag.restored(P * L, self.ring, self.ulysses)
-        return joined if len(pieces) == 1 else torch.cat([joined[:, p.start : p.stop] for p in pieces], 1)
-
-    def ranked(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `natural`."""
-        B, S = x.shape[:2]
-        pieces = [p for r in range(self.ring) for u in range(self.ulysses) for p in zigzag.shards(S, self.ring, self.ulysses, r, u)]
-        joined = x if self.ring == 1 else torch.cat([x[:, p.start : p.stop] for p in pieces], 1)
-        return joined.reshape(B, self.ranks, S // self.ranks, *x.shape[2:]).transpose(0, 1)
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, L, D] -> [P, B, L, D], no gradient."""
-        if self.ranks == 1:
-            return x[None]
-        out = x.new_empty(self.ranks, *x.shape)
-        dist.all_gather_into_tensor(out.view(-1, *x.shape[1:]), x.contiguous(), group=self.group)
-        return out
 
 
 def choose_exchange(ranks: int, hidden: int, heads: int, head_dim: int) -> Literal["gather", "all_to_all"]:
@@ -151,6 +107,10 @@ class KDAConfig:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a positive integer")
 
+    def exchange_for(self, ranks: int, hidden: int, heads: int, head_dim: int) -> Literal["gather", "all_to_all"]:
+        """What is exchanged for a layer of this shape."""
+        return choose_exchange(ranks, hidden, heads, head_dim) if self.exchange == "auto" else self.exchange
+
 
 PARAMETERS = (
     "q_proj.weight", "k_proj.weight", "v_proj.weight", "forget_gate.f_b_proj.weight", "g_b_proj.weight", "b_proj.weight",
@@ -162,7 +122,8 @@ PARAMETERS = (
 
 @dataclass(frozen=True)
 class _Spec:
-    shards: TokenShards
+    split: TokenSplit
+    offsets: Offsets | None
     gather: bool
     kernel: KDAKernel
     heads: int
@@ -174,11 +135,11 @@ class _Spec:
     @property
     def groups(self) -> list[slice]:
         """Heads of a rank's H/P."""
-        return tiles(self.heads // self.shards.ranks, self.config.heads_per_group)
+        return tiles(self.heads // self.split.size, self.config.heads_per_group)
 
     def parts(self, parameters, heads: slice) -> list[torch.Tensor]:
         """Views of the parameters (or of their gradients) that a group uses: ranks' heads first, [P or 1, n, ...]."""
-        P, d, r = self.shards.ranks, self.head_dim, self.shards.rank
+        P, d, r = self.split.size, self.head_dim, self.split.rank
         own = slice(r, r + 1)
         here = own if self.gather else slice(None)
         *wide, wb, conv, a_log, dt_bias, wo = parameters[:10]
@@ -191,27 +152,27 @@ class _Spec:
 
 def _group(spec: _Spec, x: torch.Tensor, wq, wk, wv, wf, wg, wb, conv, a_log, dt_bias, fa, ga, norm) -> torch.Tensor:
     """A group's heads of all ranks for the local tokens, [B, L, P, n, d], from the hidden states [P or 1, B, L, D]."""
-    shards, (n, d) = spec.shards, wq.shape[1:3]
+    split, (n, d) = spec.split, wq.shape[1:3]
     # Destinations first: one, this rank, of all tokens; or all, of the local tokens.
     low = {3: linear(x, fa), 4: linear(x, ga)}
     narrow = []
     for i, w in enumerate((wq, wk, wv, wf, wg, wb)):
         source = low.get(i, x)
         made = linear(source, w.reshape(-1, w.shape[-1]))  # [P or 1, B, L, destinations * n * d]
-        narrow.append(made if spec.gather else made[0].view(*made.shape[1:3], shards.ranks, -1).permute(2, 0, 1, 3))
+        narrow.append(made if spec.gather else made[0].view(*made.shape[1:3], split.size, -1).permute(2, 0, 1, 3))
     widths = [t.shape[-1] for t in narrow]
     narrow = torch.cat(narrow, -1)
     if not spec.gather:
-        narrow = all_to_all(narrow, shards.group)
-    narrow = shards.natural(narrow)
+        narrow = all_to_all(narrow, split.group)
+    narrow = split.natural(narrow)
     *qkv, f, gate, beta = narrow.split(widths, -1)
     tile = spec.config.tile_tokens
-    q, k, v = (short_convolution(t, w.reshape(n * d, -1), shards.offsets, tile).unflatten(-1, (n, d)) for t, w in zip(qkv, conv))
-    o = spec.kernel(q, k, v, f.unflatten(-1, (n, d)), torch.sigmoid(beta), a_log, dt_bias.reshape(-1), spec.lower_bound, shards.offsets)
+    q, k, v = (short_convolution(t, w.reshape(n * d, -1), spec.offsets, tile).unflatten(-1, (n, d)) for t, w in zip(qkv, conv))
+    o = spec.kernel(q, k, v, f.unflatten(-1, (n, d)), torch.sigmoid(beta), a_log, dt_bias.reshape(-1), spec.lower_bound, spec.offsets)
     rows = o.flatten(0, 1), gate.unflatten(-1, (n, d)).flatten(0, 1)
     (o,) = by_rows(functools.partial(_gated_norm, spec.eps), tile, rows, (norm,))
-    o = shards.ranked(o.view(*narrow.shape[:2], n, d))
-    return all_to_all(o, shards.group).permute(1, 2, 0, 3, 4)
+    o = split.ranked(o.view(*narrow.shape[:2], n, d))
+    return all_to_all(o, split.group).permute(1, 2, 0, 3, 4)
 
 
 def _gated_norm(eps: float, o: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor]:
@@ -230,7 +191,7 @@ class _ShardedKDA(torch.autograd.Function):
     def forward(ctx, spec: _Spec, x, *parameters):
         ctx.spec = spec
         ctx.save_for_backward(x, *parameters)
-        everything = spec.shards.all_gather(x) if spec.gather else x[None]
+        everything = spec.split.all_gather(x) if spec.gather else x[None]
         y = None
         for heads in spec.groups:
             parts = spec.parts(parameters, heads)
@@ -244,7 +205,7 @@ class _ShardedKDA(torch.autograd.Function):
         spec: _Spec = ctx.spec
         x, *parameters = ctx.saved_tensors
         dy_rows = dy.flatten(0, 1)
-        everything = (spec.shards.all_gather(x) if spec.gather else x[None]).detach()
+        everything = (spec.split.all_gather(x) if spec.gather else x[None]).detach()
         # By head: each row is one group's, so nothing is summed. What all heads share is summed in fp32 over the groups.
         sums = [torch.zeros_like(p, dtype=wide_dtype(p.dtype) if i > OUT else p.dtype) for i, p in enumerate(parameters)]
         d_all = None
@@ -263,7 +224,7 @@ class _ShardedKDA(torch.autograd.Function):
                 total += grad
             del d_x, got
         d_all = d_all.to(x.dtype)
-        dx = sum_scatter(d_all, spec.shards.group) if spec.gather else d_all[0]
+        dx = sum_scatter(d_all, spec.split.group) if spec.gather else d_all[0]
         return None, dx, *rounded(sums, parameters, ctx.needs_input_grad[2:])
 
 
@@ -274,13 +235,17 @@ def _added(total: torch.Tensor | None, share: torch.Tensor, spec: _Spec) -> torc
     return share.to(wide_dtype(share.dtype)) if len(spec.groups) > 1 else share
 
 
-def linear_attention(module: nn.Module, x: torch.Tensor, shards: TokenShards | None = None, config: KDAConfig | None = None):
+def linear_attention(
+    module: nn.Module, x: torch.Tensor, split: TokenSplit | None = None, offsets: Offsets | None = None, config: KDAConfig | None = None
+) -> torch.Tensor:
     """`Glm5NextTextLinearAttention` of local tokens, over the whole sequence of all ranks.
 
     Args:
         module: transformers' module, whose parameters are used and whose forward is not. Under ZeRO-3 they must be gathered.
-        x: [B, L, D], this rank's tokens in the layout of `shards`; the same B and L on every rank.
-        shards: default: one rank, a row a document.
+        x: [B, L, D], this rank's tokens as `split` has them; the same B and L on every rank.
+        split: default: one rank.
+        offsets: document boundaries of each row in the order of the whole (padded) sequence, or one for all rows; None: a row
+            is a document.
 
     Returns:
         [B, L, D].
@@ -288,19 +253,15 @@ def linear_attention(module: nn.Module, x: torch.Tensor, shards: TokenShards | N
     Raises:
         PreflightError: heads that the ranks do not divide; a kernel that cannot run.
     """
-    shards, config = shards or TokenShards(), config or KDAConfig()
-    H, d, P = module.num_heads, module.head_dim, shards.ranks
-    check_heads(H, P)
-    if shards.offsets is not None and len(shards.offsets) < x.shape[0]:
-        shards = replace(shards, offsets=shards.offsets * x.shape[0])
+    split, config = split or TokenSplit(), config or KDAConfig()
+    H, d = module.num_heads, module.head_dim
+    check_heads(H, split.size)
+    if offsets is not None and len(offsets) < x.shape[0]:
+        offsets = offsets * x.shape[0]
     lower_bound = module.forget_gate.safe_gate_lower_bound
-    chosen = choose_exchange(P, x.shape[-1], H, d) if config.exchange == "auto" else config.exchange
-    if P > 1:
-        log_once(f"KDA of {H} heads over {P} ranks: {chosen}, {min(config.heads_per_group, H // P)} heads of a rank at a time")
-    spec = _Spec(
-        shards, chosen == "gather", select_kernel(config.kernel, _device(x), lower_bound), H, d, config,
-        lower_bound, module.o_norm.variance_epsilon,
-    )  # fmt: skip
+    kernel = select_kernel(config.kernel, _device(x), lower_bound)
+    gather = config.exchange_for(split.size, x.shape[-1], H, d) == "gather"
+    spec = _Spec(split, offsets, gather, kernel, H, d, config, lower_bound, module.o_norm.variance_epsilon)
     return _ShardedKDA.apply(spec, x, *(module.get_parameter(name) for name in PARAMETERS))
 
 
@@ -318,20 +279,18 @@ def _device(x: torch.Tensor) -> str:
 
 
 class KimiDeltaAttention(Glm5NextTextLinearAttention):
-    """`Glm5NextTextLinearAttention` over the ranks of a layout: give a module of transformers' this class.
+    """`Glm5NextTextLinearAttention` over the ranks of a layout; its parameters, under its names. `runtime` is set where a model's
+    modules are replaced."""
 
-    Attributes:
-        settings: how it runs.
-        takes_layout: True: called with `layout`, which has `split` (group, ring, ulysses) and `documents` (as `TokenShards.offsets`).
-    """
+    runtime: GlmRuntime
 
-    settings: KDAConfig = KDAConfig()
-    takes_layout = True
-
-    def forward(self, hidden_states: torch.Tensor, layout=None) -> torch.Tensor:
-        """[B, L, D] -> [B, L, D]: `linear_attention`; without a layout rows are whole documents on one rank."""
-        shards = None
-        if layout is not None:
-            split = layout.split
-            shards = TokenShards(split.group, split.ring, split.ulysses, layout.documents)
-        return linear_attention(self, hidden_states, shards, self.settings)
+    def forward(self, hidden_states: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
+        """[B, L, D] -> [B, L, D]: `linear_attention`."""
+        split, config, lower_bound = layout.split, self.runtime.settings.kda, self.forget_gate.safe_gate_lower_bound
+        H, kernel = self.num_heads, select_kernel(config.kernel, _device(hidden_states), lower_bound).name
+        over = ""
+        if split.size > 1:
+            over = f" over {split.size} ranks by {config.exchange_for(split.size, hidden_states.shape[-1], H, self.head_dim)}"
+        heads = min(config.heads_per_group, H // split.size)
+        self.runtime.note("linear_attention", f"KDA, kernel {kernel}, {heads} heads of a rank at a time{over}")
+        return linear_attention(self, hidden_states, split, layout.documents, config)

@@ -23,14 +23,17 @@ from transformers.models.glm5_next import modeling_glm5_next as plain
 from upipe import preflight
 from upipe.glm.config import GlmTextConfig, check_config
 from upipe.glm.context import TokenLayout
-from upipe.glm.indexer import PooledIndexer
+from upipe.glm.hyper import HyperConnection
+from upipe.glm.indexer import PooledIndexer, selection_contexts
+from upipe.glm.kda import KimiDeltaAttention
+from upipe.glm.moe import MixtureOfExperts
 from upipe.glm.sparse import GlmRuntime, SparseAttention
 from upipe.loss import IGNORE, LOSS_TILE_TOKENS, tiled_loss_sum
 from upipe.preflight import PreflightError
 
 
 class DecoderLayer(plain.Glm5NextTextDecoderLayer):
-    """`Glm5NextTextDecoderLayer` that hands the batch's layout to the modules that take one (`takes_layout`)."""
+    """`Glm5NextTextDecoderLayer` that hands the batch's layout to attention of both kinds."""
 
     def forward(self, hidden_states: torch.Tensor, layout: TokenLayout, prev_topk_indices: torch.Tensor | None = None):
         """[B, L, M, D] -> [B, L, M, D], and the selection for a next layer that shares it, or None."""
@@ -39,22 +42,11 @@ class DecoderLayer(plain.Glm5NextTextDecoderLayer):
         x = self.input_layernorm(x)
         if self.block_type != "linear_attention":  # the other kind's name changed between transformers 5.17 and 5.24
             x, _, pools = self.self_attn(x, layout=layout, prev_topk_indices=prev_topk_indices)
-        elif getattr(self.self_attn, "takes_layout", False):
-            x = self.self_attn(x, layout=layout)
         else:
-            x = self.self_attn(x)
+            x = self.self_attn(x, layout=layout)
         streams = self.attn_hc.expand(streams, x, post, comb)
         post, comb, x = self.ffn_hc(streams)
         return self.ffn_hc.expand(streams, self.mlp(self.post_attention_layernorm(x)), post, comb), pools
-
-
-class HyperConnection(plain.Glm5NextTextHyperConnection):
-    """`Glm5NextTextHyperConnection`, with what `Glm5NextTextDecoderLayer` does with its results as a method."""
-
-    def expand(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-        """The streams after a sublayer that gave y [B, L, D]: stream j is post_j y + sum over i of comb_ij stream_i."""
-        post, comb = post.to(streams.dtype), comb.to(streams.dtype)
-        return post.unsqueeze(-1) * y.unsqueeze(-2) + torch.matmul(comb.transpose(-1, -2), streams)
 
 
 class Backbone(plain.Glm5NextTextModel):
@@ -67,8 +59,7 @@ class Backbone(plain.Glm5NextTextModel):
         document begins. Collective over the ranks that share the rows.
 
         Raises:
-            PreflightError: a mask or use_cache; sharded rows without positions; packed or sharded rows while a layer is
-                transformers' own linear attention; see `TokenLayout`.
+            PreflightError: a mask or use_cache; sharded rows without positions; see `TokenLayout`.
         """
         if attention_mask is not None or use_cache:
             raise PreflightError(
@@ -79,12 +70,6 @@ class Backbone(plain.Glm5NextTextModel):
             raise PreflightError("rows over several ranks need position_ids: each token's place in its document")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         layout = TokenLayout(self.runtime.split, position_ids, hidden.shape[1])
-        for layer in () if layout.whole else self.layers:
-            if not getattr(layer.self_attn, "takes_layout", False):
-                raise PreflightError(
-                    f"{type(layer.self_attn).__name__} takes whole rows of one document on one rank, not "
-                    f"{'packed documents' if layout.packed else f'rows over {layout.split.size} ranks'}"
-                )
         hidden = hidden.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         pools = None
         for layer in self.layers:
@@ -108,16 +93,21 @@ def replacements() -> dict[type[nn.Module], type[nn.Module]]:
     """transformers' class -> the subclass of it that runs here.
 
     A replacement adds no parameter and has no __init__. Where it declares `runtime` it is given the model's `GlmRuntime`.
-    Linear attention with `takes_layout = True` is called with `layout=`, the batch's `TokenLayout`; without, packed and sharded
-    rows are refused. A hyper-connection has `expand`. All others are called as transformers calls them.
+    Attention is called with `layout=`, the batch's `TokenLayout`; a hyper-connection has `expand`.
     """
     return {
         plain.Glm5NextTextModel: Backbone,
         plain.Glm5NextTextDecoderLayer: DecoderLayer,
         plain.Glm5NextTextAttention: SparseAttention,
+        plain.Glm5NextTextLinearAttention: KimiDeltaAttention,
         plain.Glm5NextTextIndexer: PooledIndexer,
         plain.Glm5NextTextHyperConnection: HyperConnection,
+        plain.Glm5NextTextMoE: MixtureOfExperts,
     }
+
+
+LEAVES: tuple[type[nn.Module], ...] = (KimiDeltaAttention, MixtureOfExperts)
+"""Modules whose parameters are used as a whole, for `deepspeed.utils.set_z3_leaf_modules`: ZeRO-3 must gather them together."""
 
 
 def replace_modules(model: nn.Module, runtime: GlmRuntime) -> None:
@@ -146,6 +136,7 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
     config_class = GlmTextConfig
     config: GlmTextConfig
     base_model_prefix = "model"
+    checkpoint_contexts = staticmethod(selection_contexts)
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _keys_to_ignore_on_load_unexpected = [*plain.Glm5NextPreTrainedModel._keys_to_ignore_on_load_unexpected, r"model\.visual\."]
 
@@ -184,9 +175,18 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
     def runtime(self) -> GlmRuntime:
         return self.model.runtime
 
+    def share_over_ranks(self, config, ds_config=None):
+        """The handle of this model's rows over the ranks of a sequence; `upipe.apply` calls it. See `upipe.glm.apply.apply_glm`."""
+        from upipe.glm.apply import apply_glm
+
+        return apply_glm(self, config, ds_config)
+
     def use(self, runtime: GlmRuntime) -> None:
         """Compute with these settings and groups from now on."""
         replace_modules(self, runtime)
+        for index, layer in enumerate(self.model.layers):
+            if isinstance(layer.mlp, MixtureOfExperts):
+                layer.mlp.layer = index
         self.lm_head.tile_tokens = runtime.settings.loss_tile_tokens
 
     def forward(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ from upipe.glm.kda import sum_scatter
 from upipe.glm.replay import rounded
 from upipe.loss import wide_dtype
 from upipe.preflight import PreflightError
+
+if TYPE_CHECKING:
+    from upipe.glm.sparse import GlmRuntime
 
 MOE_CHUNK_TOKENS = 8192
 
@@ -45,7 +49,7 @@ class MoEConfig:
     """
 
     chunk_tokens: int = MOE_CHUNK_TOKENS
-    group: object = None
+    group: Any = None
     fp32_grads: bool = True
     recompute: bool = True
 
@@ -142,7 +146,7 @@ def run_experts(x, chosen, weights, gate_up, down, limit: float, first: int = 0)
     """
     flat = chosen.flatten() - first
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat.clamp(-1, len(gate_up)) + 1, minlength=len(gate_up) + 2).tolist()
+    counts = expert_counts(flat, len(gate_up))
     at, wide = counts[0], wide_dtype(x.dtype)
     out = torch.zeros(x.shape, dtype=wide, device=x.device)
     for expert, count in enumerate(counts[1:-1]):
@@ -155,6 +159,11 @@ def run_experts(x, chosen, weights, gate_up, down, limit: float, first: int = 0)
         made = linear(_clamped(gate, up, limit), down[expert]).to(wide) * weights.flatten().index_select(0, picks)[:, None]
         out.index_add_(0, tokens, made)
     return out.to(x.dtype)
+
+
+def expert_counts(flat: torch.Tensor, experts: int) -> list[int]:
+    """Choices before, of each of, and after `experts` experts, of ids counted from the first of them."""
+    return torch.bincount(flat.clamp(-1, experts) + 1, minlength=experts + 2).tolist()
 
 
 def nvls_possible(environment: Mapping[str, str] | None = None) -> bool:
@@ -400,17 +409,15 @@ def shard_experts(module: nn.Module, group) -> None:
 
 
 class MixtureOfExperts(Glm5NextTextMoE):
-    """`Glm5NextTextMoE` in chunks: give a module of transformers' this class.
+    """`Glm5NextTextMoE` in chunks; its parameters, under its names. `runtime` is set where a model's modules are replaced.
 
     Attributes:
-        settings: how it runs.
-        load, layer: the report to tell choices to, and under which number.
+        layer: under which number choices are told to the runtime's load report.
     """
 
-    settings: MoEConfig = MoEConfig()
-    load: ExpertLoad | None = None
+    runtime: GlmRuntime
     layer: int = 0
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[B, L, D] -> [B, L, D]: `mixture_of_experts`."""
-        return mixture_of_experts(self, hidden_states, self.settings, self.load, self.layer)
+        return mixture_of_experts(self, hidden_states, self.runtime.settings.moe, self.runtime.load, self.layer)

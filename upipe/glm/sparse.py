@@ -29,6 +29,7 @@ from upipe import preflight
 from upipe.glm.config import GlmSettings
 from upipe.glm.context import TokenLayout, TokenSplit
 from upipe.glm.indexer import expanded, kept_or
+from upipe.glm.moe import ExpertLoad
 from upipe.loss import add_product, wide_dtype
 from upipe.preflight import PreflightError
 
@@ -146,12 +147,14 @@ class GlmRuntime:
         settings: how it computes.
         split: who holds which tokens.
         same_tokens: group of ranks that hold the same tokens as this one, to share the indexer's queries; None: no others.
+        load: told which experts tokens chose; None: nobody is.
         ran: layer kind -> what ran, filled in and logged once.
     """
 
     settings: GlmSettings = field(default_factory=GlmSettings)
     split: TokenSplit = field(default_factory=TokenSplit)
     same_tokens: object = None
+    load: ExpertLoad | None = None
     ran: dict[str, str] = field(default_factory=dict)
 
     def __deepcopy__(self, memo):
@@ -250,7 +253,6 @@ class SparseAttention(Glm5NextTextAttention):
     """`Glm5NextTextAttention` over the selected tokens alone; its parameters, under its names. `runtime` is set where a model's
     modules are replaced."""
 
-    takes_layout = True
     runtime: GlmRuntime
 
     def forward(self, hidden_states: torch.Tensor, layout: TokenLayout, prev_topk_indices: torch.Tensor | None = None):

@@ -247,6 +247,8 @@ def apply_method(
         return apply(model, config, ds_config)
     config = UPipeConfig() if config is None else config
     preflight.check_arguments(model, config, UPipeConfig)
+    if hasattr(model, "share_over_ranks"):
+        raise PreflightError(f"method={method.name} with {type(model).__name__}, which shares its sequences in its own way: use upipe")
     init_distributed()
     preflight.check_groups(config.sp_size)
     preflight.check_kernel_name(config.kernel)
