@@ -178,10 +178,6 @@ def test_uneven_shards_are_refused(worlds):
     worlds(2).run(uneven_shards)
 
 
-def test_one_rank_of_a_split_is_the_plain_run():
-    check([(TokenSplit(), None)])
-
-
 @pytest.mark.parametrize("rows", [1, 5, 8, 13])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_row_is_scored_by_one_rank(rows, ranks, monkeypatch):
