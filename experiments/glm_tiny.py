@@ -1,7 +1,7 @@
 """The record of a finished run of configs/glm_tiny.yaml: held-out loss beside Markov models on the same tokens.
 
-    upipe train configs/glm_tiny.yaml --nproc 2
-    python -m experiments.glm_tiny runs/glm_tiny --results experiments/results
+upipe train configs/glm_tiny.yaml --nproc 2
+python -m experiments.glm_tiny runs/glm_tiny --results experiments/results
 """
 
 from __future__ import annotations

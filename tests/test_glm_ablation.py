@@ -26,7 +26,8 @@ def test_each_fix_turned_off_costs_memory(name):
         assert off.peak > on.peak
 
 
-def test_mhc_kept_costs_memory_and_the_line_is_straight(monkeypatch):
+@pytest.mark.slow
+def test_the_line_is_straight(monkeypatch):
     kind = "KDA + dense MLP"
     short, long = (simulate(kind, 4, length) for length in (16384, 32768))
     middle = short.along(long, 0.5)
