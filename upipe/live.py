@@ -136,6 +136,7 @@ class SimulatedAttention(Kernel):
         if held is None:
             raise ValueError(f"what {self.of.name}'s backward holds with {h} query and {k.shape[2]} kv heads has not been measured")
         if self.writes_gradients:
+            dq, dk, dv = (torch.empty_like(t) if given is None else given for t, given in zip((q, k, v), (dq, dk, dv)))
             workspace = q.new_empty(held, dtype=torch.uint8)
             del workspace
             return dq, dk, dv
