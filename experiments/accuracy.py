@@ -90,7 +90,7 @@ def block_time(record: dict[str, Any]) -> float:
     """Predicted seconds: the GPU's work, or what it takes the host to begin it."""
     work, table = block_work(record), rates()
     exposed = table["exposed_exchange"] if record["overlap"] else 1.0
-    seconds = work["attention"] + work["flops"] / table["gemm"] / 1e12 + work["exchange"] * exposed
+    seconds = work["attention"] + work["flops"] / table["gemm_heads"] / 1e12 + work["exchange"] * exposed
     return max(seconds, table["launch_layer_s"] + table["launch_stage_s"] * work["stages"])
 
 
@@ -112,7 +112,8 @@ def block_points() -> list[Point]:
         fitted = is_fitted(r)
         model = "Llama3-8B" if r["hidden_size"] == 4096 else "Qwen3-32B"
         modes = ("" if r["overlap"] else ", no overlap") + ("" if r["dx"] == "slabs" else ", dx in bf16")
-        name = f"block {model}, P {r['sp']}, U {r['heads_per_stage']}, {r['kernel']}, {r['attention_output']}{modes}, {format_tokens(r['tokens'])}"
+        name = f"block {model}, P {r['sp']}, U {r['heads_per_stage']}, {r['kernel']}, {r['attention_output']}{modes}"
+        name += f", {format_tokens(r['tokens'])}"
         measured = {
             "peak": statistics.median(x["peak_above_inputs_gib"] for x in group), "time": statistics.median(x["time_s"] for x in group)
         }
@@ -140,6 +141,7 @@ def stack_prediction(record: dict[str, Any]) -> Prediction:
 
 
 STATES = ("parameters", "gradients", "optimizer", "buckets")
+"""Components that a step begins with."""
 
 
 def model_points() -> list[Point]:
@@ -151,7 +153,7 @@ def model_points() -> list[Point]:
         prediction = stack_prediction(r)
         # Two engines' states are in what it began with; buckets are made with an engine.
         parts = prediction.device
-        above = prediction.device_gib - parts["margin"] - sum(parts[name] for name in STATES) + rates()["workspace_gib"]
+        above = prediction.device_gib - parts["margin"] - sum(parts[name] for name in STATES)
         on_host = prediction.host["layer inputs"] + prediction.host["attention outputs"]
         name = f"{r['layers']} layers, {r['setting']}, {r['kernel']}, {format_tokens(r['tokens'])}"
         found.append(Point(
@@ -167,7 +169,7 @@ def model_points() -> list[Point]:
             "data": {"path": str(points.ROOT / "configs" / "books" / "persuasion.txt"), "tokens": r["tokens"]},
         })  # fmt: skip
         prediction = plan.predict(run, Machine.parse(f"{r['gpus']}xH200", host_gib=r["host_gib"]))
-        peak = prediction.device_gib - prediction.device["margin"] + rates()["workspace_gib"]
+        peak = prediction.device_gib - prediction.device["margin"]
         name = f"{r['layers']} layers, untiled, {r['kernel']}, {format_tokens(r['tokens'])}, states included"
         found.append(Point(name, False, {"peak": r["peak_gib"], "time": r["time_s"]}, {"peak": peak, "time": prediction.time_s}))
     return found
@@ -193,7 +195,7 @@ def fit() -> dict[str, float]:
     per_tflop = sum(x * left / seconds**2 for x, left, seconds in rows) / sum((x / seconds) ** 2 for x, _, seconds in rows)
     a = numpy.array([[x / seconds for x in xs] for xs, seconds in starts])
     layer, stage = numpy.linalg.lstsq(a, numpy.ones(len(starts)), rcond=None)[0]
-    return {"workspace_gib": workspace, "gemm": 1 / per_tflop, "launch_layer_s": layer, "launch_stage_s": stage}
+    return {"workspace_gib": workspace, "gemm_heads": 1 / per_tflop, "launch_layer_s": layer, "launch_stage_s": stage}
 
 
 def table(found: list[Point]) -> str:

@@ -9,7 +9,8 @@ Memory of a rank's GPU, by phase of a step (first forwards, loss, backward of a 
     buffers     what ZeRO-3 has gathered (`stage3_max_live_parameters` and the prefetch bucket, or the head) and two gradient buckets
     inputs      saved inputs on the device, and the one that is prefetched
     work        a layer or the loss, simulated with the real code: `upipe.simulate`
-    margin      MARGIN_SHARE of all that, and MARGIN_GIB: fragments, cuBLAS, small tensors; assumed
+    cuBLAS      its workspaces, fitted on half of the measured points (experiments/accuracy.py)
+    margin      MARGIN_SHARE of all that, and MARGIN_GIB: fragments, small tensors; assumed
 
 against what the allocator can have (`usable_gib`: CUDA context and NCCL are off it). Host memory of a node: sent inputs in exactly
 sized slabs, attention outputs, an optimizer there, and what `memory.system_bytes` leaves to the system; that is assumed.
@@ -384,7 +385,7 @@ class Prediction:
         return {
             "layer and loss": f"simulated with the real code ({where})",
             "attention kernel's own memory": kernel, "states, buffers": "arithmetic", "margin, system": "assumed",
-            "rates": f"attention and links {scaled}; products, gathers, 8-GPU host copies and what a ring hides assumed",
+            "rates": f"attention, links, products of heads {scaled}; other products, gathers, 8-GPU host copies, what a ring hides assumed",
         }  # fmt: skip
 
     def text(self) -> str:
@@ -504,7 +505,7 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
     if run.memory.optimizer == "cpu" or run.train.dtype == "fp32" or run.train.gradient_dtype == "fp32":
         phases["optimizer step"]["fp32 gradients"] = 0      # they are there already
     for parts in phases.values():
-        parts |= states | {"buckets": buckets}
+        parts |= states | {"buckets": buckets, "cuBLAS": int(rates()["workspace_gib"] * GIB)}
         parts["margin"] = int(MARGIN_SHARE * sum(parts.values()) + MARGIN_GIB * GIB)
     return phases
 
@@ -519,7 +520,8 @@ def _host(run, machine: Machine, plan, sizes) -> dict[str, float]:
     optimizer = 16 * sizes.parameters // machine.world if run.memory.optimizer == "cpu" else 0
     return {
         "layer inputs": ranks * plan.sent_layers * plan.input_bytes, "attention outputs": ranks * plan.attention_bytes,
-        "attention chunks": ranks * chunks, "optimizer": ranks * optimizer, "staging": ranks * staging, "system, processes": system_bytes(int(machine.host_gib * GIB), ranks),
+        "attention chunks": ranks * chunks, "optimizer": ranks * optimizer, "staging": ranks * staging,
+        "system, processes": system_bytes(int(machine.host_gib * GIB), ranks),
     }  # fmt: skip
 
 
@@ -553,10 +555,12 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     mlp = sizes.layer_parameters - projections
     tiled = memory.mlp_tokens is not None or memory.fused_layers
     mlp_again = checkpointed and not memory.fused_layers
-    products = layers * (qkv * (method in ("upipe", "fpdt")) + mlp * (3 + mlp_again + 2 / 3 * tiled)) + 3 * sizes.vocab_size * D
-    products += projections * sum(2 + n for n in runs) + sum(mlp + D * d * H * (i in on_host) for i in firsts)
+    products = layers * mlp * (3 + mlp_again + 2 / 3 * tiled) + 3 * sizes.vocab_size * D + mlp * len(firsts)
+    of_heads = layers * qkv * (method in ("upipe", "fpdt")) + projections * sum(2 + n for n in runs)
+    of_heads += D * d * H * len({*firsts} & {*on_host})
     ratio = gpu.tflops / gpus()["H200-141GB"].tflops
-    gemm = 2 * rows * products / (table["gemm"] * ratio * 1e12)
+    gemm = products / table["gemm"] + of_heads / table["gemm_heads" if method == "upipe" else "gemm"]
+    gemm *= 2 * rows / ratio / 1e12
     # Passes of elementwise work over a hidden state, and over the MLP's and the logits' width; a rough count.
     wide = getattr(text, "intermediate_size", 4 * D)
     passes = (layers + plan.pairs / 4) * (40 * D + 14 * wide) * itemsize + 10 * 4 * sizes.vocab_size
@@ -588,13 +592,16 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     bandwidth = gpu.link_gb_s if machine.nodes == 1 else gpu.network_gb_s
     zero = 0.0 if machine.world == 1 else table["exposed_gather"] * moved / bandwidth / 1e9
     compute = forward + backward + gemm + elementwise
+    launches = layers * (table["launch_layer_s"] + table["launch_stage_s"] * len(schedule.table))
     first = forward_s * sum(scores) + gemm / 4
     host = _copies(run, machine, plan, len([i for i in firsts if i in on_host]), first, compute - first)
     if method == "fpdt":
-        host += _chunk_copies(_copy_rate(machine, gpu.pinned_gb_s), visits, rows * H * d, rows * max(K, ulysses) * d, runs, forward, backward)
+        rate, q, kv = _copy_rate(machine, gpu.pinned_gb_s), rows * H * d, rows * max(K, ulysses) * d
+        host += _chunk_copies(rate, visits, q, kv, runs, forward, backward)
     micro = {
         "attention, forward": forward, "attention, backward": backward, "products": gemm, "elementwise": elementwise,
         "exchanges not hidden": exchange, "ring not hidden": across, "ZeRO not hidden": zero, "host copies not hidden": host,
+        "launches not hidden": max(0.0, launches - compute),
     }  # fmt: skip
     spent = {name: seconds * train.accumulation for name, seconds in micro.items()}
     if memory.optimizer == "cpu":

@@ -71,7 +71,8 @@ class Case:
         shape: the Hugging Face configuration without what changes no layer, as JSON with sorted keys; see `shape_of`.
         ranks: P. heads_per_stage: U, None for P. ring: R, ring ranks of P each.
         checkpointing: "none"; "model", transformers' non-reentrant one; "own", `upipe.offload`'s.
-        rows: sequences of a micro-batch. method: one of `methods.NAMES`; chunk_tokens: of fpdt. The others are those of `UPipeConfig`, `TilingConfig` and `MemoryConfig`.
+        rows: sequences of a micro-batch. method: one of `methods.NAMES`; chunk_tokens: of fpdt.
+            The others are those of `UPipeConfig`, `TilingConfig` and `MemoryConfig`.
     """
 
     shape: str
