@@ -4,9 +4,9 @@
     python -m experiments.predict --results experiments/results     # and records in predict.jsonl
     python -m experiments.predict --configs out          # the YAMLs of the longest contexts
 
-Set-ups: every published set-up that the planner knows, see `experiments.published`. Published: Llama3-8B on 8 x
-H100-80GB with 1.9 TiB of host memory, 128K to 10M tokens, for the paper's own set-up on this code (`memory.preset: paper`) and for this library's stack (`upipe plan --fit`), beside Table 3 of arXiv 2602.21196; longest
-contexts. Beside what was measured: `experiments.accuracy`.
+Set-ups: every published set-up that the planner knows, see `experiments.published`. Published: Llama3-8B on 8 x H100-80GB with 1.9 TiB
+of host memory, 128K to 10M tokens, for the paper's own set-up on this code (`memory.preset: paper`) and for this library's stack
+(`upipe plan --fit`), beside Table 3 of arXiv 2602.21196; longest contexts. Beside what was measured: `experiments.accuracy`.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ class LiveStorages(TorchDispatchMode):
 
     Args:
         device: "meta", or "cpu" for code that looks at values.
+        tables: False: keep no at_peak, which takes most of the time.
 
     Attributes:
         now, peak: bytes.
@@ -39,9 +40,9 @@ class LiveStorages(TorchDispatchMode):
             storages by the line that made them.
     """
 
-    def __init__(self, device: str = "meta") -> None:
+    def __init__(self, device: str = "meta", tables: bool = True) -> None:
         super().__init__()
-        self.device = torch.device(device)
+        self.device, self.tables = torch.device(device), tables
         self.now = self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self._live: dict[int, tuple[int, str]] = {}
@@ -73,7 +74,7 @@ class LiveStorages(TorchDispatchMode):
         if key in self._live or key in self._known:
             return
         size = storage.nbytes()
-        self._live[key] = size, _line()
+        self._live[key] = size, _line() if self.tables else ""
         weakref.finalize(storage, self._gone, key)
         self.now += size
         if self.now > self.peak:
@@ -84,6 +85,8 @@ class LiveStorages(TorchDispatchMode):
         self.now -= self._live.pop(key)[0]
 
     def _by_line(self) -> Counter[str]:
+        if not self.tables:
+            return Counter()
         lines: Counter[str] = Counter()
         for size, line in self._live.values():
             lines[line] += size

@@ -43,6 +43,7 @@ from upipe.build import ModelConfig, hf_config, model_sizes
 from upipe.config import ConfigError, load, to_mapping
 from upipe.memory import make_plan, system_bytes
 from upipe.methods import config as methods
+from upipe.methods.layouts import Zigzag
 from upipe.optimize import deepspeed_config
 from upipe.presets import preset_shapes
 from upipe.records import format_tokens
@@ -411,10 +412,10 @@ class Prediction:
         return "\n".join(lines)
 
 
-def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
+def predict(run: RunConfig, machine: Machine, kept: bool = True, only_here: bool = False) -> Prediction:
     """Memory and time of a run on a machine. Raises ConfigError for what cannot be run, with what would work.
 
-    kept: use results in plan_layers.json; False simulates anew.
+    kept: use results in plan_layers.json; False simulates anew. only_here: simulate what is not there at this length alone.
     """
     sp, world, tokens = run.upipe.sp_size, machine.world, run.data.tokens
     if sp < 1 or world % sp:
@@ -443,8 +444,17 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
     )  # fmt: skip
     outputs = {"host": plan.attention_layers, "device": sizes.layers - plan.attention_layers}
     cases = list({case: None for output, case in cases_of(run, shape, kernel, width).items() if outputs[output]})
-    peaks = simulate.highest([peaks_of(case) if kept else simulate.simulate(case) for case in cases])
     local = -(-tokens // sp)
+
+    def peaks_for(case: Case) -> simulate.Peaks:
+        if not kept:
+            return simulate.simulate(case)
+        if only_here and simulate.cached(case) is None:
+            layout = Zigzag(ring, ulysses) if run.method.name == "upipe" else run.method.layout(sp)
+            return simulate.simulate(case, (layout.padded(tokens) // sp,))
+        return peaks_of(case)
+
+    peaks = simulate.highest([peaks_for(case) for case in cases])
     phases = _device(run, machine, plan, sizes, cases[0], peaks, local)
     totals = {phase: sum(parts.values()) / GIB for phase, parts in phases.items()}
     phase = max(totals, key=totals.get)

@@ -51,8 +51,8 @@ apply_module = sys.modules[Sharding.__module__]
 CACHE = Path(__file__).with_name("plan_layers.json")
 LENGTHS = (4096, 16384, 65536, 262144, 393216)
 """Local tokens. The last two are long enough for no tile or weight's gradient to be in the way of the slope."""
-FPDT_LENGTHS = (4096, 16384, 65536, 131072)
-"""The same for a method whose work grows with the square of its chunks."""
+BASELINE_LENGTHS, FPDT_LENGTHS = (16384, 65536, 131072), (8192, 32768, 65536)
+"""The same under other methods, simulated when asked for; FPDT's work grows with the square of its chunks."""
 PHASES = ("forward", "loss", "backward", "saved")
 SOURCES = ("block", "kernels", "layer", "live", "loss", "offload", "ring", "rotary", "schedule", "simulate", "tiled", "workspace", "zigzag")
 _NOT_SHAPE = (
@@ -326,13 +326,13 @@ def _model(case: Case) -> torch.nn.Module:
 def simulate(case: Case, lengths: tuple[int, ...] | None = None) -> Peaks:
     """Run a layer of each kind and the loss at every length: a few seconds.
 
-    lengths: local tokens; None: LENGTHS, of fpdt FPDT_LENGTHS.
+    lengths: local tokens; None: those of the method, LENGTHS for UPipe.
 
     Raises:
         ConfigError: a kernel, stage width, shape or setting that cannot be run, or has not been measured.
     """
     if lengths is None:
-        lengths = FPDT_LENGTHS if case.method == "fpdt" else LENGTHS
+        lengths = {"upipe": LENGTHS, "fpdt": FPDT_LENGTHS}.get(case.method, BASELINE_LENGTHS)
     try:
         rows = [_peaks(case, length) for length in lengths]
     except (preflight.PreflightError, ValueError) as error:
@@ -381,7 +381,7 @@ def _layer_peaks(model, index: int, case: Case, tokens: int, host: _Host) -> dic
     """Peaks of one layer and the loss after it."""
     config, decoder = model.config.get_text_config(), model.get_decoder()
     dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
-    live = host.live = host.pool.live = LiveStorages()
+    live = host.live = host.pool.live = LiveStorages(tables=False)
     live.know(*model.parameters(), *model.buffers())
     for parameter in model.parameters():
         if not parameter._post_accumulate_grad_hooks:
