@@ -15,6 +15,7 @@ parameters, gradients, optimizer and buckets.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from dataclasses import dataclass
@@ -100,10 +101,13 @@ def block_simulated(record: dict[str, Any]) -> float:
     modes = {"attention_output": record["attention_output"], "overlap": record["overlap"],
              "dx": {"slabs": "gemm"}.get(record["dx"], "bf16")}  # fmt: skip
     shape = {"heads": record["heads"], "kv_heads": record["kv_heads"], "head_dim": record["head_dim"], "hidden": record["hidden_size"]}
-    peak, _ = block_peak(
-        record["tokens"] // record["sp"], record["sp"], kernel=record["kernel"], heads_per_stage=record["heads_per_stage"], **shape, **modes
-    )
-    return peak / GIB
+    settings = {"kernel": record["kernel"], "heads_per_stage": record["heads_per_stage"], "tables": False}
+    return _peak_gib(record["tokens"] // record["sp"], record["sp"], **shape, **settings, **modes)
+
+
+@functools.cache
+def _peak_gib(*args, **settings) -> float:
+    return block_peak(*args, **settings)[0] / GIB
 
 
 def block_points() -> list[Point]:
