@@ -188,7 +188,7 @@ def simulate(kind: str, ranks: int, local: int, settings: GlmSettings = BASE, pa
         stack.enter_context(mock.patch.object(moe, "expert_counts", few_experts))
         for patch in patches():
             stack.enter_context(patch)
-        live = stack.enter_context(LiveStorages(lines=False))
+        live = stack.enter_context(LiveStorages(tables=False))
         live.know(x, grad, *layer.parameters(), *layer.buffers())
         layout = TokenLayout(split, None, local)
         out, _ = layer(x, layout=layout)

@@ -74,10 +74,10 @@ def without_a_device():
 
 def block_peak(
     local_tokens: int, ranks: int, heads: int, kv_heads: int, head_dim: int, hidden: int, norm: bool = False, kernel: str = "fa4",
-    heads_per_stage: int | None = None, **modes,
+    heads_per_stage: int | None = None, tables: bool = True, **modes,
 ) -> tuple[int, Counter[str]]:
     """Peak bytes above the inputs (hidden states, output gradient, weights, cos and sin; all bf16) of a checkpointed call,
-    and what lived then. modes: those of `block.BlockSpec`."""
+    and what lived then, where tables are wanted. modes: those of `block.BlockSpec`."""
     chosen = next(k for k in kernels.KERNELS if k.name == kernel)
     schedule = HeadSchedule(heads, kv_heads, ranks, heads_per_stage)
     spec = BlockSpec(schedule, rank=0, group=None, kernel=SimulatedAttention(chosen), head_dim=head_dim, scale=1.0, **modes)
@@ -87,7 +87,7 @@ def block_peak(
         weights = {name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for name, shape in shapes.items()}
         x, grad = (torch.empty(1, local_tokens, hidden, dtype=torch.bfloat16) for _ in range(2))
         cos, sin = (torch.empty(1, local_tokens, head_dim, dtype=torch.bfloat16) for _ in range(2))
-    live = LiveStorages()
+    live = LiveStorages(tables=tables)
     live.know(x, grad, cos, sin, *weights.values())
     x.requires_grad_()
     with without_a_device(), live:

@@ -488,7 +488,8 @@ def test_backward_bytes():
     assert fa4.backward_bytes(tokens, 8, 8, d) == pytest.approx(16 * unit, rel=0.02)
     assert fa4.backward_bytes(tokens, 8, 2, d) == pytest.approx((16 + 8) * unit, rel=0.02)
     assert cudnn.backward_bytes(tokens, 3, 3, d) == 15 * unit
-    assert [kernel.backward_bytes(tokens, 4, 1, d) for kernel in (cudnn, flash, plain)] == [None] * 3
+    assert cudnn.backward_bytes(tokens, 4, 1, d) == 22 * unit and cudnn.backward_bytes(tokens, 16, 4, d) == 88 * unit
+    assert [kernel.backward_bytes(tokens, 4, 1, d) for kernel in (flash, plain)] == [None] * 2
 
 
 # The choice

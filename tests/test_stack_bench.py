@@ -97,8 +97,8 @@ def test_zero_attention_allocates_as_the_kernel_and_answers_zeros():
         grads = kernel.backward(out, q, k, k, out, lse, 0.25, **given)
         assert [g.shape for g in grads] == [q.shape, k.shape, k.shape] and not any(g.any() for g in grads)
     with pytest.raises(ValueError, match="not been measured"):
-        ZeroAttention(named_kernel("cudnn")).backward(out, q, k, k, out, lse, 0.25)
-    assert not ZeroAttention(named_kernel("cudnn"), exact=False).backward(out, q, k, k, out, lse, 0.25)[0].any()
+        ZeroAttention(named_kernel("flash")).backward(out, q, k, k, out, lse, 0.25)
+    assert not ZeroAttention(named_kernel("flash"), exact=False).backward(out, q, k, k, out, lse, 0.25)[0].any()
     with pytest.raises(ConfigError, match="fa4"):
         named_kernel("fa9")
 
@@ -303,7 +303,7 @@ def _refused_in_a_world(folder):
             _stack(folder, ["--kernel", "reference", "--tokens", "64", *arguments])
     for arguments, says in (
         (["--grain", "65"], "multiple of 2"), (["--grain", "64"], "needs a GPU"),
-        (["--memory-only", "--kernel", "cudnn"], "not been measured"),
+        (["--memory-only", "--kernel", "flash"], "not been measured"),
     ):
         given = ["--preset", "figure1", "--kernel", "reference", "--most", "1K", "--grain", "64", *arguments]
         options = named(ladder.parser, ladder.settle, given)

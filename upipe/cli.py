@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from upipe import checkpoint, models, outcomes, plan
+from upipe import checkpoint, models, outcomes, plan, plan_check
 from upipe.build import ModelConfig, build_model, count_parameters
 from upipe.config import ConfigError, load, parse_length, to_mapping
 from upipe.glm.config import preset_shapes as glm_shapes
@@ -127,6 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--save-config", metavar="FILE", help="write the configuration, with the overrides and with paths made absolute, and stop"
     )
+    train.add_argument("--strict", action="store_true", help="refuse a run that is predicted not to fit; else it warns and goes on")
+    train.add_argument("--no-plan", action="store_true", help="skip the prediction before the run (a few seconds, on GPUs alone)")
 
     planned = commands.add_parser(
         "plan",
@@ -173,6 +175,8 @@ def _train(arguments: argparse.Namespace) -> int:
         check=arguments.check,
         dry_run=arguments.dry_run,
         resume=arguments.resume,
+        planned=not arguments.no_plan,
+        strict=arguments.strict,
     )
 
 
@@ -222,17 +226,26 @@ def _models(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run(config: str, overrides: list[str], *, nproc: int | None, check: bool, dry_run: bool, resume: str = "none") -> int:
+def run(
+    config: str, overrides: list[str], *, nproc: int | None, check: bool, dry_run: bool, resume: str = "none", planned: bool = True,
+    strict: bool = False,
+) -> int:
     """Train in this process as one rank of a launched world, or, with `nproc` and no launcher, start that world and
-    wait for it. Returns the exit status."""
+    wait for it. planned, strict: see `plan_check`. Returns the exit status."""
     parsed = load(RunConfig, config, overrides)
     os.environ.update(slurm_environment(os.environ))
     if nproc is not None and "RANK" not in os.environ:
-        options = ["--check"] * check + ["--dry-run"] * dry_run + (["--resume", resume] if resume != "none" else [])
+        options = ["--check"] * check + ["--dry-run"] * dry_run + ["--strict"] * strict + ["--no-plan"] * (not planned)
+        options += (["--resume", resume] if resume != "none" else [])
         return launch(["train", config, *overrides, *options], nproc)
 
     # torch 2.13 deprecates collectives under the names that DeepSpeed calls, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    lead = os.environ.get("RANK", "0") == "0"
+    # Every rank refuses, one tells.
+    for line in plan_check.before_training(parsed, strict=strict) if strict or (planned and lead) else ():
+        if lead:
+            print(line, flush=True)
     trainer = None
     try:
         # From here on, so that a signal while a large model is built and loaded does not look like a failure.

@@ -283,10 +283,10 @@ class CudnnAttention(Kernel):
             return "through torch it takes head dims over 128 on compute capability 9.0 only"
         return None
 
-    def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int, keys: int | None = None) -> int | None:
-        """See `Kernel`. Measured on an H200 with one kv head a query head: 5.0 times tokens*d*2 bytes a head, three of them
-        its own dq, dk, dv. None with fewer kv heads."""
-        return 5 * heads * max(tokens, keys or 0) * head_dim * 2 if heads == kv_heads else None
+    def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int, keys: int | None = None) -> int:
+        """See `Kernel`. Measured on an H200: 5.0 times tokens*d*2 bytes a query head, three of them its own dq, dk, dv; with 2 to 16
+        query heads, two or four to a kv head, 2.0 more a kv head (blocks at U = 4 to 32, experiments/results/block.jsonl)."""
+        return (5 * heads + 2 * kv_heads * (heads > kv_heads)) * max(tokens, keys or 0) * head_dim * 2
 
     def _forward(self, q, k, v, scale, mask, out):
         if q.shape[1] == 1:

@@ -32,7 +32,7 @@ class LiveStorages(TorchDispatchMode):
 
     Args:
         device: "meta", or "cpu" for code that looks at values.
-        lines: whether to say what they are (`at_peak`); several times as fast without.
+        tables: False: keep no at_peak, which takes most of the time.
 
     Attributes:
         now, peak: bytes.
@@ -40,9 +40,9 @@ class LiveStorages(TorchDispatchMode):
             storages by the line that made them.
     """
 
-    def __init__(self, device: str = "meta", lines: bool = True) -> None:
+    def __init__(self, device: str = "meta", tables: bool = True) -> None:
         super().__init__()
-        self.device, self.lines = torch.device(device), lines
+        self.device, self.tables = torch.device(device), tables
         self.now = self.peak = 0
         self.at_peak: Counter[str] = Counter()
         self._live: dict[int, tuple[int, str]] = {}
@@ -74,7 +74,7 @@ class LiveStorages(TorchDispatchMode):
         if key in self._live or key in self._known:
             return
         size = storage.nbytes()
-        self._live[key] = size, _line() if self.lines else ""
+        self._live[key] = size, _line() if self.tables else ""
         weakref.finalize(storage, self._gone, key)
         self.now += size
         if self.now > self.peak:
@@ -85,9 +85,9 @@ class LiveStorages(TorchDispatchMode):
         self.now -= self._live.pop(key)[0]
 
     def _by_line(self) -> Counter[str]:
+        if not self.tables:
+            return Counter()
         lines: Counter[str] = Counter()
-        if not self.lines:
-            return lines
         for size, line in self._live.values():
             lines[line] += size
         roles = +workspace.of(self.device).roles
@@ -139,6 +139,7 @@ class SimulatedAttention(Kernel):
         if held is None:
             raise ValueError(f"what {self.of.name}'s backward holds with {h} query and {k.shape[2]} kv heads has not been measured")
         if self.writes_gradients:
+            dq, dk, dv = (torch.empty_like(t) if given is None else given for t, given in zip((q, k, v), (dq, dk, dv)))
             workspace = q.new_empty(held, dtype=torch.uint8)
             del workspace
             return dq, dk, dv

@@ -9,7 +9,8 @@ Memory of a rank's GPU, by phase of a step (first forwards, loss, backward of a 
     buffers     what ZeRO-3 has gathered (`stage3_max_live_parameters` and the prefetch bucket, or the head) and two gradient buckets
     inputs      saved inputs on the device, and the one that is prefetched
     work        a layer or the loss, simulated with the real code: `upipe.simulate`
-    margin      MARGIN_SHARE of all that, and MARGIN_GIB: fragments, cuBLAS, small tensors; assumed
+    cuBLAS      its workspaces, fitted on half of the measured points (experiments/accuracy.py)
+    margin      MARGIN_SHARE of all that, and MARGIN_GIB: fragments, small tensors; assumed
 
 against what the allocator can have (`usable_gib`: CUDA context and NCCL are off it). Host memory of a node: sent inputs in exactly
 sized slabs, attention outputs, an optimizer there, and what `memory.system_bytes` leaves to the system; that is assumed.
@@ -42,6 +43,8 @@ from upipe.build import ModelConfig, hf_config, is_glm, model_sizes
 from upipe.config import ConfigError, load, to_mapping
 from upipe.glm.config import preset_shapes as glm_shapes
 from upipe.memory import make_plan, system_bytes
+from upipe.methods import config as methods
+from upipe.methods.layouts import Zigzag
 from upipe.optimize import deepspeed_config
 from upipe.presets import preset_shapes
 from upipe.records import format_tokens
@@ -56,7 +59,9 @@ LONGEST = 2**24
 """Tokens: a head of 128 has 2**31 elements then, more than kernels index with 32 bits."""
 SUB_GROUP = 10**9  # DeepSpeed's stage3 sub_group_size: parameters stepped at a time
 
-GROWING = ("work of a layer", "work of the loss", "saved inputs", "prefetched input", "layer inputs", "attention outputs")
+GROWING = (
+    "work of a layer", "work of the loss", "saved inputs", "prefetched input", "layer inputs", "attention outputs", "attention chunks",
+)  # fmt: skip
 """Components that grow with the sequence."""
 
 CANDIDATES: dict[str, tuple[str, ...]] = {
@@ -74,6 +79,16 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
 """What `fit` tries, by name; each also with one stored input for two layers (`with_pairs`)."""
 LEAST = CANDIDATES["fused layers, no overlap"]
 """The least device memory of these without an optimizer on the host."""
+BASELINE_CANDIDATES: dict[str, tuple[str, ...]] = {
+    "inputs kept where they fit": ("memory.preset=fastest",),
+    "inputs on the host": ("memory.preset=fastest", "memory.offload=pinned"),
+    "no prefetch": ("memory.preset=fastest", "memory.offload=pinned", "memory.prefetch=false"),
+    "optimizer on the host": ("memory.preset=fastest", "memory.offload=pinned", "memory.prefetch=false", "memory.optimizer=cpu"),
+}
+"""The same under another method than UPipe."""
+MERGED_BYTES = {"ring": (18, 12), "usp": (18, 12), "native": (50, 20), "fpdt": (18, 32)}
+"""Bytes of device memory that a method moves an element of q, forward and backward, for each visit of other tokens' keys: merging of
+results and sums in fp32, counted from the code."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +177,8 @@ def request(model: str, tokens: int, world: int, words: list[str] | tuple[str, .
         "upipe": {"sp_size": world},
     }
     words = list(words)
+    if {"method=none", "method.name=none"} & set(words):
+        mapping["upipe"]["sp_size"] = 1
     if not any(word.startswith(("memory.preset=", "memory={")) for word in words):
         words.insert(0, "memory.preset=fastest")
     mapping["data"]["tokens"] = tokens
@@ -190,11 +207,25 @@ def described(run: RunConfig) -> tuple[Any, Any, str]:
     return _described(json.dumps(values))
 
 
+def degrees(run: RunConfig) -> tuple[int, int]:
+    """(R, P) of a run."""
+    if run.method.name == "upipe":
+        return run.upipe.ring_degree, run.upipe.ulysses_degree
+    return run.method.degrees(run.upipe.sp_size)
+
+
 def cases_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> dict[str, Case]:
     """What is to be simulated for a run: of layers by where their attention output is. width: U; None for P."""
     memory, upipe = run.memory, run.upipe
     checkpointing = "own" if memory.offload != "none" else {"none": "none"}.get(run.model.checkpointing, "model")
-    ranks = upipe.ulysses_degree
+    ring, ranks = degrees(run)
+    if run.method.name != "upipe":
+        chunk = run.method.chunk_tokens
+        return {"device": Case(
+            shape, ranks, kernel, None, "device", True, "gemm", memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens,
+            memory.fp32_grads, memory.reuse_grad, False, checkpointing, run.train.micro_batch_size, run.train.dtype, ring,
+            run.method.name, chunk,
+        )}  # fmt: skip
     host = Case(
         shape, ranks, kernel, None if width == ranks else width, upipe.attention_output, upipe.overlap, upipe.dx,
         memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens, memory.fp32_grads, memory.reuse_grad, memory.fused_layers,
@@ -212,6 +243,8 @@ def kernel_of(run: RunConfig, machine: Machine, head_dim: int) -> str:
     """The attention kernel by name: the one set, or the fastest of the GPU for this head dim."""
     if run.upipe.kernel != "auto":
         return run.upipe.kernel
+    if run.method.name == "native" and run.upipe.sp_size > 1:
+        return "flash" if machine.gpu.kernel == "flash" else "cudnn"
     if machine.gpu.kernel == "fa4" and head_dim not in (32, 64, 96, 128, 192, 256):
         return "flash"
     return machine.gpu.kernel
@@ -299,7 +332,7 @@ class Prediction:
 
     def advice(self) -> str:
         """The setting to change for the limit that binds, one line."""
-        memory, upipe = self.run.memory, self.run.upipe
+        memory, upipe, ours = self.run.memory, self.run.upipe, self.run.method.name == "upipe"
         if self.limit == "host":
             spare, lacking = self.layers // 2 - self.pairs, math.ceil(-self.headroom["host"] / self.input_gib)
             more = self.pairs + (lacking if 0 < lacking <= spare else spare)
@@ -315,6 +348,7 @@ class Prediction:
                 ("memory.loss_tokens=2K", memory.loss_tokens is None),
                 ("memory.offload=pinned", memory.offload == "none" or (memory.offload == "auto" and self.sent_layers < self.layers - 1)),
                 ("memory.mlp_tokens=8K memory.norm_tokens=8K", memory.mlp_tokens is None or memory.norm_tokens is None),
+                ("method=upipe", not ours),
                 ("memory.fused_layers=true upipe.dx=gemm", not memory.fused_layers),
                 ("upipe.overlap=false", upipe.overlap),
                 ("memory.prefetch=false", memory.prefetch and memory.offload != "none"),
@@ -341,7 +375,7 @@ class Prediction:
             "time_s": self.time_s, "time": self.time, "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu, "kernel": self.kernel,
             "layer_inputs_on_host": self.sent_layers, "attention_outputs_on_host": self.attention_layers, "pairs": self.pairs,
             "gpu": gpu.name, "gpus": self.machine.world, "sp_size": self.run.upipe.sp_size,
-            "ring_degree": self.run.upipe.ring_degree, "provenance": self.provenance(),
+            "ring_degree": degrees(self.run)[0], "method": self.run.method.name, "provenance": self.provenance(),
         }  # fmt: skip
 
     def provenance(self) -> dict[str, str]:
@@ -355,16 +389,17 @@ class Prediction:
         return {
             "layer and loss": f"simulated with the real code ({where})",
             "attention kernel's own memory": kernel, "states, buffers": "arithmetic", "margin, system": "assumed",
-            "rates": f"attention and links {scaled}; products, gathers, 8-GPU host copies and what a ring hides assumed",
+            "rates": f"attention, links, products of heads {scaled}; other products, gathers, 8-GPU host copies, what a ring hides assumed",
         }  # fmt: skip
 
     def text(self) -> str:
         run, gpu, left = self.run, self.machine.gpu, self.headroom
-        sp, ring = run.upipe.sp_size, run.upipe.ring_degree
-        ring = f" (ring {ring} x Ulysses {run.upipe.ulysses_degree})" if ring > 1 else ""
+        sp, (ring, ulysses) = run.upipe.sp_size, degrees(run)
+        ring = f" (ring {ring} x Ulysses {ulysses})" if ring > 1 else ""
+        method = "" if run.method.name == "upipe" else f"method {run.method.name}, "
         lines = [
             f"{run.model.preset or run.model.pretrained or 'model'}, {self.layers} layers, {format_tokens(self.tokens)} tokens, on "
-            f"{self.machine}; sp {sp}{ring} x dp {self.machine.world // sp}, {self.kernel}",
+            f"{self.machine}; {method}sp {sp}{ring} x dp {self.machine.world // sp}, {self.kernel}",
             f"device  {self.device_gib:8.2f} GiB of {gpu.usable_gib:g}, {left['device']:+.2f} left; highest in the {self.phase}",
             *(f"  {value:8.2f} {name}" for name, value in self.device.items() if value > 0.005),
             f"host    {self.host_gib:8.2f} GiB of {self.machine.host_gib:g} a node, {left['host']:+.2f} left",
@@ -380,14 +415,12 @@ class Prediction:
         return "\n".join(lines)
 
 
-def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
+def predict(run: RunConfig, machine: Machine, kept: bool = True, only_here: bool = False) -> Prediction:
     """Memory and time of a run on a machine. Raises ConfigError for what cannot be run, with what would work.
 
-    kept: use results in plan_layers.json; False simulates anew.
+    kept: use results in plan_layers.json; False simulates anew. only_here: simulate what is not there at this length alone.
     """
     sp, world, tokens = run.upipe.sp_size, machine.world, run.data.tokens
-    if run.method.name != "upipe":
-        raise ConfigError(f"method={run.method.name}: only method=upipe is simulated; plan with it, and leave method out")
     if sp < 1 or world % sp:
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(f"upipe.sp_size={sp} does not divide the {world} GPUs; use one of {', '.join(map(str, divisors))}")
@@ -395,7 +428,7 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
         preflight.check_ring_degree(sp, run.upipe.ring_degree, machine.per_node)
     except ValueError as error:
         raise ConfigError(f"upipe.{error}") from error
-    ulysses, ring = run.upipe.ulysses_degree, run.upipe.ring_degree
+    ring, ulysses = degrees(run)
     hf, sizes, shape = described(run)
     text = hf.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -414,8 +447,17 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True) -> Prediction:
     )  # fmt: skip
     outputs = {"host": plan.attention_layers, "device": sizes.layers - plan.attention_layers}
     cases = list({case: None for output, case in cases_of(run, shape, kernel, width).items() if outputs[output]})
-    peaks = simulate.highest([peaks_of(case) if kept else simulate.simulate(case) for case in cases])
     local = -(-tokens // sp)
+
+    def peaks_for(case: Case) -> simulate.Peaks:
+        if not kept:
+            return simulate.simulate(case)
+        if only_here and simulate.cached(case) is None:
+            layout = Zigzag(ring, ulysses) if run.method.name == "upipe" else run.method.layout(sp)
+            return simulate.simulate(case, (layout.padded(tokens) // sp,))
+        return peaks_of(case)
+
+    peaks = simulate.highest([peaks_for(case) for case in cases])
     phases = _device(run, machine, plan, sizes, cases[0], peaks, local)
     totals = {phase: sum(parts.values()) / GIB for phase, parts in phases.items()}
     phase = max(totals, key=totals.get)
@@ -476,7 +518,7 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
     if run.memory.optimizer == "cpu" or run.train.dtype == "fp32" or run.train.gradient_dtype == "fp32":
         phases["optimizer step"]["fp32 gradients"] = 0      # they are there already
     for parts in phases.values():
-        parts |= states | {"buckets": buckets}
+        parts |= states | {"buckets": buckets, "cuBLAS": int(rates()["workspace_gib"] * GIB)}
         parts["margin"] = int(MARGIN_SHARE * sum(parts.values()) + MARGIN_GIB * GIB)
     return phases
 
@@ -485,11 +527,14 @@ def _host(run, machine: Machine, plan, sizes) -> dict[str, float]:
     """Bytes of a node by what for."""
     ranks = machine.per_node
     staging = 2 * 3 * 64 * 2**20 if plan.checkpointing is not None and plan.checkpointing.offload == "pageable" else 0
+    counted = plan.sent_layers * plan.input_bytes + plan.attention_bytes
+    chunks = plan.host_bytes - counted - (12 * sizes.parameters // machine.world if run.memory.optimizer == "cpu" else 0)
     # Master weights, moments, and fp32 gradients.
     optimizer = 16 * sizes.parameters // machine.world if run.memory.optimizer == "cpu" else 0
     return {
         "layer inputs": ranks * plan.sent_layers * plan.input_bytes, "attention outputs": ranks * plan.attention_bytes,
-        "optimizer": ranks * optimizer, "staging": ranks * staging, "system, processes": system_bytes(int(machine.host_gib * GIB), ranks),
+        "attention chunks": ranks * chunks, "optimizer": ranks * optimizer, "staging": ranks * staging,
+        "system, processes": system_bytes(int(machine.host_gib * GIB), ranks),
     }  # fmt: skip
 
 
@@ -504,52 +549,72 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     firsts = range(0, 2 * plan.pairs, 2)
     runs = [1 if i in on_host else 1 + checkpointed + (i in firsts) for i in range(layers)]
     # Attention of all layers; ranks wait for the one with most heads.
-    ring, ulysses = upipe.ring_degree, upipe.ulysses_degree
+    ring, ulysses = degrees(run)
     heads = -(-schedule.heads // ulysses)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
     window = getattr(text, "sliding_window", None)
     scores = [S * min(S / 2, window) if window and kind == "sliding_attention" else S * S / 2 for kind in kinds[:layers]]
     each = 4 * head_dim * heads * train.micro_batch_size / ring
-    # A ring's calls are of a ring rank's tokens.
-    forward_s = each / _tflops(kernel, "forward", S // ring, machine) / 1e12
+    # A ring's calls are of a ring rank's tokens, FPDT's of a chunk's.
+    method, length = run.method.name, S // ring
+    chunks = -(-S // (run.method.chunk_tokens or methods.CHUNK_TOKENS)) if method == "fpdt" else 1
+    length = -(-S // chunks) if method == "fpdt" else length
+    forward_s = each / _tflops(kernel, "forward", length, machine) / 1e12
     forward = forward_s * sum(n * score for n, score in zip(runs, scores))
-    backward = 2.5 * each * sum(scores) / _tflops(kernel, "backward", S // ring, machine) / 1e12
-    # Products, in forward-equivalents: q, k and v again in backward, gate and up again where the MLP is tiled.
+    backward = 2.5 * each * sum(scores) / _tflops(kernel, "backward", length, machine) / 1e12
+    # Products, in forward-equivalents: of UPipe and FPDT q, k and v again in backward, gate and up again where the MLP is tiled.
     D, H, K, d = sizes.hidden_size, schedule.heads, schedule.kv_heads, head_dim
     qkv, projections = D * d * (H + 2 * K), D * d * (2 * H + 2 * K)
     mlp = sizes.layer_parameters - projections
     tiled = memory.mlp_tokens is not None or memory.fused_layers
     mlp_again = checkpointed and not memory.fused_layers
-    products = layers * (qkv + mlp * (3 + mlp_again + 2 / 3 * tiled)) + 3 * sizes.vocab_size * D
-    products += projections * sum(2 + n for n in runs) + sum(mlp + D * d * H * (i in on_host) for i in firsts)
+    products = layers * mlp * (3 + mlp_again + 2 / 3 * tiled) + 3 * sizes.vocab_size * D + mlp * len(firsts)
+    of_heads = layers * qkv * (method in ("upipe", "fpdt")) + projections * sum(2 + n for n in runs)
+    of_heads += D * d * H * len({*firsts} & {*on_host})
     ratio = gpu.tflops / gpus()["H200-141GB"].tflops
-    gemm = 2 * rows * products / (table["gemm"] * ratio * 1e12)
+    gemm = products / table["gemm"] + of_heads / table["gemm_heads" if method == "upipe" else "gemm"]
+    gemm *= 2 * rows / ratio / 1e12
     # Passes of elementwise work over a hidden state, and over the MLP's and the logits' width; a rough count.
     wide = getattr(text, "intermediate_size", 4 * D)
     passes = (layers + plan.pairs / 4) * (40 * D + 14 * wide) * itemsize + 10 * 4 * sizes.vocab_size
     elementwise = rows * passes / (gpu.hbm_gb_s * 0.8e9)
+    visits = (chunks - 1) / 2 if method == "fpdt" else 0.75 * (ring - 1)
+    if method in MERGED_BYTES:
+        once, back = MERGED_BYTES[method]
+        elementwise += visits * rows * H * d * (once * sum(runs) + back * layers) / (gpu.hbm_gb_s * 0.8e9)
     # Exchanges: q, k, v and o forward; q, k, v, o, dO, then dq, dk, dv backward.
     width = d * itemsize * rows * (ulysses - 1) / ulysses
     sent = width * ((2 * H + 2 * K) * sum(runs) + layers * (4 * H + 4 * K))
+    if method != "upipe":
+        # All heads at once: nothing is exchanged again in backward, and nothing hides it. kv heads go to every rank.
+        sent = width * (2 * H + 2 * max(K, ulysses)) * (sum(runs) + layers)
     within = min(ulysses, machine.per_node)
     outside = 0.0 if ulysses <= machine.per_node else (ulysses - within) / (ulysses - 1)
     exchange = sent * ((1 - outside) / gpu.link_gb_s + outside / gpu.network_gb_s) / 1e9
-    exchange *= table["exposed_exchange"] if upipe.overlap else 1.0
+    exchange *= table["exposed_exchange"] if upipe.overlap and method == "upipe" else 1.0
     if ulysses == 1:
         exchange = 0.0
     ring_forward, ring_backward, ring_first = _ring(run, machine, schedule, rows * d * itemsize, layers)
     across = max(0.0, ring_forward * sum(runs) / layers - forward) + max(ring_first, ring_backward - backward)
+    if method == "native" and ring > 1:
+        # k and v of all ranks in one gather before any call, in both directions; their fp32 gradients go on under the next call.
+        across = (sum(runs) + layers) / layers * ring_forward / 0.75
     # ZeRO: parameters gathered for forward and backward, gradients reduced.
     moved = (3 if train.zero_stage == 3 else 2 if train.zero_stage else 1) * itemsize * sizes.parameters
     moved += itemsize * plan.pairs * sizes.layer_parameters * (train.zero_stage == 3)
     bandwidth = gpu.link_gb_s if machine.nodes == 1 else gpu.network_gb_s
     zero = 0.0 if machine.world == 1 else table["exposed_gather"] * moved / bandwidth / 1e9
     compute = forward + backward + gemm + elementwise
+    launches = layers * (table["launch_layer_s"] + table["launch_stage_s"] * len(schedule.table))
     first = forward_s * sum(scores) + gemm / 4
     host = _copies(run, machine, plan, len([i for i in firsts if i in on_host]), first, compute - first)
+    if method == "fpdt":
+        rate, q, kv = _copy_rate(machine, gpu.pinned_gb_s), rows * H * d, rows * max(K, ulysses) * d
+        host += _chunk_copies(rate, visits, q, kv, runs, forward, backward)
     micro = {
         "attention, forward": forward, "attention, backward": backward, "products": gemm, "elementwise": elementwise,
         "exchanges not hidden": exchange, "ring not hidden": across, "ZeRO not hidden": zero, "host copies not hidden": host,
+        "launches not hidden": max(0.0, launches - compute),
     }  # fmt: skip
     spent = {name: seconds * train.accumulation for name, seconds in micro.items()}
     if memory.optimizer == "cpu":
@@ -563,11 +628,24 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
 def _ring(run, machine: Machine, schedule, head: float, layers: int) -> tuple[float, float, float]:
     """Seconds of a ring's messages in a forward and in a backward of all layers, and what of the latter no kernel hides: a call's
     first k and v. head: bytes of one head of a rank's rows. Every call sends its k and v, three quarters of them on average."""
-    ring, ulysses, gpu = run.upipe.ring_degree, run.upipe.ulysses_degree, machine.gpu
+    (ring, ulysses), gpu = degrees(run), machine.gpu
     rate = (gpu.link_gb_s if run.upipe.sp_size <= machine.per_node else gpu.network_gb_s) * 1e9
     calls = max(sum(call.kv_count for row in schedule.table for call in row[rank].calls) for rank in range(ulysses))
+    if run.method.name != "upipe":
+        calls = -(-schedule.kv_heads // ulysses)
     step = layers * calls * 2 * 0.75 * head * ulysses / rate if ring > 1 else 0.0
     return step * (ring - 1), 2 * step * (ring - 1), step
+
+
+def _chunk_copies(rate: float, visits: float, q: int, kv: int, runs: list[int], forward: float, backward: float) -> float:
+    """Seconds of FPDT's copies in bf16 and fp32 that attention does not hide, of all layers. q, kv: elements of a rank's q, and of
+    its k; visits: of other chunks by each. Both ways run at once; a call's first chunk is waited for."""
+    layers = len(runs)
+    out, back = 4 * kv + 4 * q, 4 * kv * visits
+    once = max(out, back) * sum(runs) / rate
+    again = layers * max((4 * visits + 2) * q, (visits + 1) * 6 * q + 4 * visits * q + 4 * kv) / rate
+    first = layers * 6 * q / max(1.0, 2 * visits + 1) / rate
+    return max(0.0, once - forward) + max(0.0, again - backward) + first
 
 
 def _copy_rate(machine: Machine, gb_s: float) -> float:
@@ -616,9 +694,16 @@ def _left_open(own: tuple[str, ...], words) -> list[str]:
     return [word for word in own if word.partition("=")[0] not in given]
 
 
+def _is_upipe(words) -> bool:
+    """Whether words leave the method as it is."""
+    names = [word.partition("=")[2] for word in words if word.startswith(("method=", "method.name="))]
+    return not names or names[-1] == "upipe"
+
+
 def least(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction:
     """With LEAST, as far as the words leave it open, and as many pairs of layers as leave the most."""
-    found = predict(request(model, tokens, machine.world, [*_left_open(LEAST, words), *words]), machine)
+    own = LEAST if _is_upipe(words) else BASELINE_CANDIDATES["no prefetch"]
+    found = predict(request(model, tokens, machine.world, [*_left_open(own, words), *words]), machine)
     return max(with_pairs(found), key=lambda each: min(each.headroom.values()))
 
 
@@ -643,11 +728,12 @@ def _candidates(model: str, tokens: int, machine: Machine, words):
     widths = [n for n in range(machine.world, 0, -1) if machine.world % n == 0 and n % max(1, ring) == 0] or [None]
     if "upipe.sp_size" in given:
         widths = [None]
-    names = list(CANDIDATES)
+    candidates = CANDIDATES if _is_upipe(words) else BASELINE_CANDIDATES
+    names = list(candidates)
     for sp in widths:
         fitted = []
         for name in names:
-            own = _left_open(CANDIDATES[name], words)
+            own = _left_open(candidates[name], words)
             extra = [] if sp is None else [f"upipe.sp_size={sp}"]
             try:
                 prediction = predict(request(model, tokens, machine.world, [*own, *extra, *words]), machine)
@@ -659,7 +745,7 @@ def _candidates(model: str, tokens: int, machine: Machine, words):
             if any(each.fits for each in found):
                 fitted.append(name)
             yield from found
-        if not fitted and len(names) < len(CANDIDATES):
+        if not fitted and len(names) < len(candidates):
             return
         # What does not fit on some ranks does not fit on fewer.
         names = fitted or names

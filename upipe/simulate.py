@@ -40,6 +40,8 @@ from upipe.build import ModelConfig, enable_checkpointing, hf_config
 from upipe.config import ConfigError
 from upipe.layer import FusedLayersConfig, apply_fused_layers, layer_contexts
 from upipe.live import LiveStorages, SimulatedAttention, SimulatedRing
+from upipe.methods import MethodConfig, apply_method, projection, simulated
+from upipe.methods.apply import MethodSharding
 from upipe.offload import CheckpointConfig, apply_checkpointing
 from upipe.tiled import TilingConfig, apply_tiling
 
@@ -49,6 +51,8 @@ apply_module = sys.modules[Sharding.__module__]
 CACHE = Path(__file__).with_name("plan_layers.json")
 LENGTHS = (4096, 16384, 65536, 262144, 393216)
 """Local tokens. The last two are long enough for no tile or weight's gradient to be in the way of the slope."""
+BASELINE_LENGTHS, FPDT_LENGTHS = (16384, 65536, 131072), (8192, 32768, 65536)
+"""The same under other methods, simulated when asked for; FPDT's work grows with the square of its chunks."""
 PHASES = ("forward", "loss", "backward", "saved")
 SOURCES = ("block", "kernels", "layer", "live", "loss", "offload", "ring", "rotary", "schedule", "simulate", "tiled", "workspace", "zigzag")
 _NOT_SHAPE = (
@@ -67,7 +71,8 @@ class Case:
         shape: the Hugging Face configuration without what changes no layer, as JSON with sorted keys; see `shape_of`.
         ranks: P. heads_per_stage: U, None for P. ring: R, ring ranks of P each.
         checkpointing: "none"; "model", transformers' non-reentrant one; "own", `upipe.offload`'s.
-        rows: sequences of a micro-batch. The others are those of `UPipeConfig`, `TilingConfig` and `MemoryConfig`.
+        rows: sequences of a micro-batch. method: one of `methods.NAMES`; chunk_tokens: of fpdt.
+            The others are those of `UPipeConfig`, `TilingConfig` and `MemoryConfig`.
     """
 
     shape: str
@@ -87,13 +92,16 @@ class Case:
     rows: int = 1
     dtype: str = "bf16"
     ring: int = 1
+    method: str = "upipe"
+    chunk_tokens: int | None = None
 
     @property
     def key(self) -> str:
-        """A name for the cache: settings in words, the shape by its digest; a ring where there is one."""
+        """A name for the cache: settings in words, the shape by its digest; a ring and another method where there are any."""
         values = dataclasses.asdict(self) | {"shape": digest(self.shape)}
-        if self.ring == 1:
-            del values["ring"]
+        for name, plain in (("ring", 1), ("method", "upipe"), ("chunk_tokens", None)):
+            if values[name] == plain:
+                del values[name]
         return " ".join(f"{name}={value}" for name, value in values.items())
 
 
@@ -156,11 +164,12 @@ def code_digest() -> str:
 class _Ranks:
     """Stands for the groups of P ranks, of which this is the first."""
 
-    def __init__(self, sp_size: int, ring_degree: int = 1) -> None:
+    def __init__(self, sp_size: int, ring_degree: int = 1, group=None) -> None:
         self.sp_size, self.world_size, self.dp_size = sp_size, sp_size, 1
         self.ring_size, self.ulysses_size = ring_degree, sp_size // ring_degree
         self.sp_rank = self.dp_rank = self.ring_rank = self.ulysses_rank = 0
-        self.sp_group = self.ulysses_group = self.ring_group = self.model_group = self.world_group = None
+        self.sp_group = self.ulysses_group = group
+        self.ring_group = self.model_group = self.world_group = None
 
     def destroy(self) -> None:
         pass
@@ -183,7 +192,8 @@ class _Host:
     def __init__(self) -> None:
         self.bytes = 0
         self.live: LiveStorages | None = None
-        self.targets: list[torch.Tensor] = []   # alive, or another storage may be known by the name of one that is gone
+        self.pool = simulated.Pool()
+        self.targets: list[torch.Tensor] = []  # alive, or another storage may be known by the name of one that is gone
 
     def send(self, source: torch.Tensor):
         with torch.utils._python_dispatch._disable_current_modes():
@@ -233,7 +243,8 @@ def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
     kernel = simulated_kernel(case.kernel)
     if case.ring > 1:
         ring.full_of(next(k for k in kernels.KERNELS if k.name == case.kernel))
-        kernel = ring.RingAttention(kernel, SimulatedRing(ring_rank, case.ring), full=kernel)
+        if case.method != "native":
+            kernel = ring.RingAttention(kernel, SimulatedRing(ring_rank, case.ring), full=kernel)
 
     def wide(a, b):
         return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=loss.wide_dtype(a.dtype))
@@ -245,16 +256,19 @@ def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
         rows = slice(0, max(1, ring.MERGE_TILE // out[:, 0].numel()))
         plain(out[:, rows], lse[:, :, rows], part[:, rows], part_lse[:, :, rows])
 
+    called = simulated.GpuKernel(kernel, case.kernel) if case.method == "native" and case.ring > 1 else kernel
     patches = [
         mock.patch.object(apply_module, "init_distributed", lambda: None),
         mock.patch.object(apply_module, "SequenceParallelGroups", _Ranks),
         # The meta device knows no autocast.
-        mock.patch.multiple(preflight, check_groups=lambda sp_size, ring_degree, node: None, check_autocast=lambda device: None),
-        mock.patch.multiple(Sharding, kernel=lambda self, c: kernel, offsets=lambda self, positions, batch: None),
+        mock.patch.multiple(preflight, check_groups=lambda sp_size, ring_degree=1, node=None: None, check_autocast=lambda device: None),
+        mock.patch.multiple(Sharding, kernel=lambda self, c: called, offsets=lambda self, positions, batch: None),
         mock.patch.object(block, "exchange", _exchange),
         mock.patch.object(workspace, "_workspaces", {}),
         mock.patch.multiple(
-            block._HostCopy, send=lambda self, source: host.send(source), fetch=lambda self, target, source: None,
+            block._HostCopy,
+            send=lambda self, source: host.send(source),
+            fetch=lambda self, target, source: None,
             free=lambda self: setattr(self, "freed", True),
         ),
         # In place and without temporaries, as the Triton kernels and the GPU's products and norm are.
@@ -266,6 +280,14 @@ def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
         mock.patch.multiple(layer, add_product=_add_nothing, _normed=lambda rows, weight, eps: torch.empty_like(rows)),
         mock.patch.object(layer._LayerRun, "_add_norm_backward", staticmethod(norm_backward)),
     ]
+    if case.method != "upipe":
+        groups = functools.partial(_Ranks, group=simulated.Group(case.ranks * case.ring))
+        patches += [
+            # In place of temporaries, as the Triton kernel has none.
+            mock.patch.multiple(projection, finish_heads=lambda *args, **options: None, unfinish_heads=lambda *args, **options: None),
+            mock.patch.object(MethodSharding, "kernel", lambda self, c: called),
+            simulated.without_other_ranks(kernel, host.pool, groups, merge, ring_rank),
+        ]
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
@@ -301,12 +323,16 @@ def _model(case: Case) -> torch.nn.Module:
     return model.train()
 
 
-def simulate(case: Case, lengths: tuple[int, ...] = LENGTHS) -> Peaks:
+def simulate(case: Case, lengths: tuple[int, ...] | None = None) -> Peaks:
     """Run a layer of each kind and the loss at every length: a few seconds.
+
+    lengths: local tokens; None: those of the method, LENGTHS for UPipe.
 
     Raises:
         ConfigError: a kernel, stage width, shape or setting that cannot be run, or has not been measured.
     """
+    if lengths is None:
+        lengths = {"upipe": LENGTHS, "fpdt": FPDT_LENGTHS}.get(case.method, BASELINE_LENGTHS)
     try:
         rows = [_peaks(case, length) for length in lengths]
     except (preflight.PreflightError, ValueError) as error:
@@ -326,13 +352,15 @@ def _ring_rank_peaks(case: Case, tokens: int, ring_rank: int) -> dict[str, int]:
         model = _model(case)
         if case.mlp_tokens or case.norm_tokens or case.loss_tokens:
             apply_tiling(model, TilingConfig(case.mlp_tokens, case.norm_tokens, case.loss_tokens, case.fp32_grads, case.reuse_grad))
-        handle = apply_module.apply(
-            model,
-            UPipeConfig(
+        if case.method == "upipe":
+            config = UPipeConfig(
                 case.ranks * case.ring, case.heads_per_stage, ring_degree=case.ring, attention_output=case.attention_output,
                 overlap=case.overlap, dx=case.dx,
-            ),
-        )
+            )  # fmt: skip
+            handle = apply_module.apply(model, config)
+        else:
+            method = MethodConfig(case.method, case.ring if case.method == "usp" else None, case.chunk_tokens)
+            handle = apply_method(model, method, UPipeConfig(case.ranks * case.ring))
         if case.fused:
             apply_fused_layers(model, handle, FusedLayersConfig(case.mlp_tokens or FusedLayersConfig.mlp_tokens, case.reuse_grad))
         if case.checkpointing == "own":
@@ -353,7 +381,7 @@ def _layer_peaks(model, index: int, case: Case, tokens: int, host: _Host) -> dic
     """Peaks of one layer and the loss after it."""
     config, decoder = model.config.get_text_config(), model.get_decoder()
     dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
-    live = host.live = LiveStorages()
+    live = host.live = host.pool.live = LiveStorages(tables=False)
     live.know(*model.parameters(), *model.buffers())
     for parameter in model.parameters():
         if not parameter._post_accumulate_grad_hooks:
