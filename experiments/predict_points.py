@@ -3,8 +3,8 @@
     python -m experiments.predict_points --results experiments/results
 
 One record, provenance "predicted", a point of block.jsonl of this library's block: `of` names the experiment, `point` the point;
-peak above inputs by simulation (`experiments.live.block_peak`), time by `experiments.predict.block_time`. Points whose kernel has
-not been measured with that many heads a call are named and left out.
+peak above inputs and time as `experiments.accuracy` judges them. Points whose kernel has not been measured with that many heads a
+call are named and left out.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments import points
-from experiments.live import block_peak
-from experiments.predict import block_time
+from experiments.accuracy import block_simulated, block_time
 from experiments.table import latest
 from upipe import records
 from upipe.config import ConfigError
 from upipe.environment import environment
-from upipe.plan import GIB
+from upipe.plan import rates
 from upipe.records import FIELDS, Record
 
 RESULTS = points.ROOT / "experiments" / "results"
@@ -31,13 +30,9 @@ RAN = ("times_s", "warmup_steps", "loss", "grad_norm", "reserved_gib", "peak_uni
 
 def prediction(record: dict[str, Any], made_with: dict[str, Any]) -> Record:
     """What is predicted of a measured block. Raises ValueError where its kernel's memory is not known."""
-    modes = {"attention_output": record["attention_output"], "overlap": record["overlap"]}
-    modes["dx"] = {"slabs": "gemm"}.get(record["dx"], "bf16")
-    shape = {"heads": record["heads"], "kv_heads": record["kv_heads"], "head_dim": record["head_dim"], "hidden": record["hidden_size"]}
-    local, width = record["tokens"] // record["sp"], record["heads_per_stage"]
-    peak, _ = block_peak(local, record["sp"], kernel=record["kernel"], heads_per_stage=width, **shape, **modes)
+    peak = block_simulated(record) + rates()["workspace_gib"]
     values = {name: record[name] for name in FIELDS} | dict.fromkeys(RAN) | made_with
-    values |= {"experiment": "predict_points", "provenance": "predicted", "time_s": block_time(record), "peak_above_inputs_gib": peak / GIB}
+    values |= {"experiment": "predict_points", "provenance": "predicted", "time_s": block_time(record), "peak_above_inputs_gib": peak}
     values |= {name: record[name] for name in ("gpu", "gpus", "host_gib")}
     extra = {"of": record["experiment"], "point": record["point"], "scope": "block", "hidden_size": record["hidden_size"]}
     return Record.from_dict(values | extra)
