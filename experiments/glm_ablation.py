@@ -19,7 +19,6 @@ tokens, which fill every tile; what grows with the square of the length runs at 
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,6 +30,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from transformers.models.glm5_next import modeling_glm5_next as plain
 
+from experiments.table import REPORTED, read_reported
 from upipe import preflight, records
 from upipe.config import ConfigError
 from upipe.environment import environment
@@ -44,7 +44,6 @@ from upipe.live import LiveStorages
 from upipe.records import Record, format_tokens, parse_tokens
 
 GIB = 2**30
-REPORTED = Path(__file__).with_name("reported.csv")
 KINDS = {"KDA + dense MLP": 0, "sparse attention + MoE": 3, "KDA + MoE": 4}
 COUNTS = {"KDA + dense MLP": 3, "sparse attention + MoE": 11, "KDA + MoE": 31}
 LINE = (16384, 24576)
@@ -266,14 +265,13 @@ def setup(tokens: int = 2**20, gpus: int = 64, ranks: int = 16) -> dict[str, flo
 def reported(fix: Fix) -> list[dict]:
     """Published rows of a fix, off first."""
     methods, metric = fix.reported
-    with open(REPORTED, newline="") as file:
-        lines = [line for line in file if not line.startswith("#")]
-    found = [r for r in csv.DictReader(lines) if r["source"] == "skyrl-glm-1m" and r["method"] in methods and r["metric"] == metric]
-    return sorted(found, key=lambda r: (int(r["tokens"]), methods.index(r["method"])))
+    rows = read_reported(REPORTED)
+    found = [r for r in rows if r["source"] == "skyrl-glm-1m" and r["method"] in methods and r["metric"] == metric]
+    return sorted(found, key=lambda r: (r["tokens"], methods.index(r["method"])))
 
 
 def told(row: dict) -> str:
-    return "out of memory" if row["status"] == "oom" else f"{row['value']} {row['unit']}"
+    return "out of memory" if row["status"] == "oom" else f"{row['value']:g} {row['unit']}"
 
 
 def table(rows: list[dict]) -> str:

@@ -61,4 +61,4 @@ def test_records_and_figure(tmp_path):
     draw({8: [row]}, str(tmp_path / "figure.png"))
     assert (tmp_path / "figure.png").stat().st_size > 10_000
     found = reported(NAMED["indexer in chunks"])
-    assert [(r["method"], r["value"]) for r in found][:2] == [("indexer-unchunked", "64"), ("indexer-chunked", "2.3")]
+    assert [(r["method"], r["value"]) for r in found][:2] == [("indexer-unchunked", 64), ("indexer-chunked", 2.3)]
