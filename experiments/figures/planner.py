@@ -101,7 +101,7 @@ def draw(found: list[Row]) -> Figure:
             style.nothing(axis)
             continue
         style.lengths(axis, [row for row, _ in mine])
-        axis.set_ylabel({"time": "predicted / true − 1 (%), step time or throughput", "memory": "predicted / true − 1 (%), peak"}[kind])
+        axis.set_ylabel({"time": "predicted / true − 1 (%), time", "memory": "predicted / true − 1 (%), peak"}[kind])
         axis.set_title(f"{kind.capitalize()}; grey: the aim, ±{aim} %", loc="left")
     style.legend_below(figure, axes.flat, 2)
     return figure
