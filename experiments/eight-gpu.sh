@@ -5,12 +5,13 @@
 #   experiments/eight-gpu.sh BLOCK [options of experiments.stack, such as --results DIR --commit SHA]
 #   experiments/eight-gpu.sh BLOCK --show-commands
 #
-# Predicted seconds, with a minute a command for imports, weights and kernels (steps from `upipe plan` for H200s):
-#   full     1M, all 32 layers, one timed step: upipe with outputs of 12 layers on the host (the inputs alone are 256 GiB),
-#            Ulysses, upipe device                                                                    (290, 340, 340)
-#   methods  all layers at 128K and 256K, every method, two timed steps; 512K, upipe and Ulysses      (420, 540, 330)
-#   long     2M with 4 layers, 3M and 5M with 2, 7M with 1, lowest memory, one step; on four GPUs the U ablation at 512K with
-#            8 layers, and 2 Ulysses x 2 ring                                                         (210, 210, 380, 360; 400, 240)
+# Seconds of a step as `upipe plan --gpus 8xH200 --host-gib 560` predicts them; imports, weights and kernels take about a minute a
+# command more, and for each further method (--apart: one engine at a time).
+#   full     1M, all 32 layers, one timed step: upipe with outputs of 12 layers on the host (the inputs alone are 256 GiB) 256;
+#            Ulysses 276; upipe device 277
+#   methods  all layers: 128K 6 to 7, 256K 20 to 23, every method; 512K 73, upipe and Ulysses
+#   long     lowest memory, one step: 2M with 4 layers 108, 3M with 2 120, 5M with 2 328, 7M with 1 322; on four GPUs, 8 layers at
+#            512K, 38 each: the U ablation, and 2 Ulysses x 2 ring
 set -euo pipefail
 cd "$(dirname "$0")/.."
 block=${1:?name a block: full, methods or long}
@@ -28,8 +29,10 @@ full)
     for setting in upipe:host=12 ulysses upipe:device; do on 8 --layers 32 --tokens 1M "${once[@]}" --settings "$setting"; done
     ;;
 methods)
-    on 8 --layers 32 --tokens 128K --rounds 2 --warmup 0 --profile --settings ulysses ring usp:ring=2 fpdt upipe:host upipe:device
-    on 8 --layers 32 --tokens 256K --rounds 1 --warmup 0 --profile --settings ulysses ring usp:ring=2 fpdt upipe:host upipe:device
+    for tokens in 128K 256K; do
+        on 8 --layers 32 --tokens $tokens --rounds 2 --warmup 0 --profile --apart --settings ulysses ring usp:ring=2
+        on 8 --layers 32 --tokens $tokens --rounds 2 --warmup 0 --profile --apart --settings fpdt upipe:host upipe:device
+    done
     on 8 --layers 32 --tokens 512K "${once[@]}" --apart --settings ulysses upipe:host upipe:device
     ;;
 long)
