@@ -161,7 +161,7 @@ def test_the_shipped_configurations_load(repository_configs):
     assert repository_configs
     for file in repository_configs:
         config = load(RunConfig, file)
-        assert all(path.endswith(".txt") and Path(path).is_file() for path in config.data.paths)
+        assert all(path.endswith((".txt", ".fa.xz")) and Path(path).is_file() for path in config.data.paths)
 
 
 @pytest.fixture

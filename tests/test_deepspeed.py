@@ -621,7 +621,7 @@ def compiled(stage, sp, backend):
     handle.remove()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3])
 def test_compiled_model(worlds, stage):
     worlds(2).run(compiled, stage=stage, sp=2, backend="aot_eager")
 

@@ -143,7 +143,7 @@ def test_new_records_need_no_new_code(folder, sources):
     assert [r.outcome for r in values.pick(rows["table3-2gpu"], method="fpdt")] == ["oom", "oom"]
     assert {r.outcome for r in values.pick(rows["table3"], mark="measured")} == {"ok", "oom"}
     found = values.pick(rows["multinode"], mark="predicted", metric="throughput over Ulysses")
-    assert [(r.value, r.setting) for r in found] == [(1.0, "8u2r, paper's set-up")] * 2
+    assert [(r.value, r.setting) for r in found if ", new, " in r.source] == [(1.0, "8u2r, paper's set-up")] * 2
     assert [round(off, 3) for row, off in planner.errors(rows["planner"]) if ", new, " in row.source] == [10.0, 0.0]
 
 

@@ -118,8 +118,10 @@ def check(folder, ids, plain_loss, stage, heads_per_stage):
     return loss.item()
 
 
-@pytest.mark.parametrize("sp, stage, heads_per_stage", [(1, 0, None), (2, 1, None), (3, 2, 6), (4, 3, None)],
-                         ids=str)
+@pytest.mark.parametrize("sp, stage, heads_per_stage", [
+    pytest.param(1, 0, None, marks=pytest.mark.slow), pytest.param(2, 1, None, marks=pytest.mark.slow), (3, 2, 6),
+    pytest.param(4, 3, None, marks=pytest.mark.slow),
+], ids=str)
 def test_sharded_equals_plain(worlds, smollm2, sp, stage, heads_per_stage):
     world = worlds(sp)
     losses = world.run(check, timeout=240, folder=smollm2.folder, ids=smollm2.ids, plain_loss=smollm2.loss, stage=stage,

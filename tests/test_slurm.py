@@ -105,13 +105,13 @@ def test_a_sweep_over_two_nodes_is_signalled_requeued_and_resumed(cluster, tmp_p
     for record in (ring, upipe):
         assert (record["outcome"], record["ring"], record["sp"], record["dp"], len(record["times_s"])) == ("ok", 2, 1, 1, 2)
     assert (ring["method"], upipe["method"]) == ("ring", "upipe")
-    assert "declined" in ring["predicted"] and upipe["predicted"]["fits"]
+    assert ring["predicted"]["fits"] and upipe["predicted"]["fits"]
 
 
 def test_scripts_differ_in_what_they_ask_for_alone():
     """Each hands over to the launch file, keeps a time limit, memory and a signal before the limit, and can be requeued."""
     assert {path.stem for path in SCRIPTS} == {
-        "table3_llama3_8b", "llama3_8b_5m", "table3_qwen3_32b", "multinode_llama3_8b", "train", "experiment", "smoke"
+        "table3_llama3_8b", "llama3_8b_5m", "table3_qwen3_32b", "multinode_llama3_8b", "train", "experiment", "smoke", "glm_1m"
     }  # fmt: skip
     for path in SCRIPTS:
         lines = [line for line in path.read_text().splitlines() if line and not re.match(r"# |#!", line)]

@@ -195,6 +195,7 @@ def _check(r, found, ranks):
     assert pages >= ranks * r["bytes_to_host"] and (r["host_pageable_gib"] > 0) == (r["offload"] == "pageable")
 
 
+@pytest.mark.slow
 def test_baselines_apart(worlds, tmp_path):
     """One engine at a time; records say what ran, over which ranks, and what it sent."""
     settings = ["ring", "fpdt:chunk=32", "upipe:device"]

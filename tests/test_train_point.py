@@ -118,4 +118,4 @@ def test_what_the_planner_says_of_points_on_published_hardware():
     assert found["upipe 5M"]["fits"] and found["upipe 5M"]["tokens_per_s_per_gpu"] == pytest.approx(98.25, rel=0.1)
     lacking = found["upipe 5M attention_output=host"]
     assert not lacking["fits"] and lacking["limit"] == "host" and lacking["host_gib"] > lacking["host_usable_gib"] == 1945
-    assert "only method=upipe is simulated" in found["ring 5M"]["declined"] and "fits" not in found["ring 5M"]
+    assert not found["ring 5M"]["fits"] and found["ring 5M"]["limit"] == "device"
