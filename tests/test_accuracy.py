@@ -5,6 +5,8 @@ import pytest
 from experiments import accuracy
 from upipe.plan import rates
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def blocks():

@@ -144,6 +144,7 @@ def test_launchers(config, tmp_path, launcher):
     assert [r["step"] for r in read_metrics(tmp_path / "run")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_same_at_any_number_of_ranks(worlds, tmp_path):
     """7 rows with unequal valid tokens (packed documents), at sp 1, sp 2, and 2 data-parallel ranks, which 7 does not divide."""
     texts = [tmp_path / f"{i}.txt" for i in range(40)]

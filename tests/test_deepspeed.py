@@ -532,6 +532,7 @@ def liveness(checkpointing, kind, steps=4, layers=4):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("checkpointing", [None, "non-reentrant", "reentrant"])
+@pytest.mark.slow
 def test_zero_3_gathers_this_layer_s_q_k_v_only(worlds, checkpointing, kind):
     """Threshold, reuse and prefetch at 0; steps 1 (which records the trace) to 4."""
     for peaks, a_layer in worlds(2).run(liveness, checkpointing=checkpointing, kind=kind):
@@ -622,6 +623,7 @@ def compiled(stage, sp, backend):
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
 def test_compiled_model(worlds, stage):
     worlds(2).run(compiled, stage=stage, sp=2, backend="aot_eager")
 

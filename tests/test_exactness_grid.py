@@ -80,6 +80,7 @@ EIGHT_RANKS = [
 
 
 @pytest.mark.parametrize("case", EIGHT_RANKS, ids=name_of)
+@pytest.mark.slow
 def test_eight_ranks(worlds, case):
     worlds(8).run(check, case=case)
 

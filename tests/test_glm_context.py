@@ -127,6 +127,7 @@ def uneven_shards():
         TokenLayout(TokenSplit.of(None), torch.arange(4 + 2 * dist.get_rank())[None])
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one(worlds):
     worlds(2).run(on_two_ranks)
 

@@ -36,6 +36,7 @@ def run_of(tmp_path, **changes):
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_trained_model_is_checked_over_ranks(worlds, tmp_path, stage):
     """Zigzag rows that need padding, checkpointed layers, chunks that do not divide, under ZeRO."""
     config = run_of(tmp_path, train__zero_stage=stage, upipe__ring_degree=2)

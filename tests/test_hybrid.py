@@ -124,6 +124,7 @@ def check_zoo(name, values, heads):
 
 
 @pytest.mark.parametrize("name, heads", [("gpt_oss", (6, 2)), ("gemma2", (4, 1)), ("olmo2", (5, 5))])
+@pytest.mark.slow
 def test_sinks_softcap_and_norms_over_all_heads(worlds, name, heads):
     worlds(4).run(check_zoo, name=name, values={}, heads=heads)
 
@@ -237,6 +238,7 @@ def test_registered_with_transformers(worlds, tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_training_run(worlds, tmp_path, mesh):
     """Losses of the run on one rank; what it says of itself; the self-check."""
     ring, ulysses = mesh

@@ -30,6 +30,7 @@ def test_it_tells_what_it_predicts_and_warns():
         before_training(run, machine=EIGHT, strict=True)
 
 
+@pytest.mark.slow
 def test_what_is_not_kept_is_simulated_at_its_length_within_seconds():
     """The same as the planner's own lines, for settings that plan_layers.json has not."""
     run = request("llama3-8b", 2**21, 8, ["memory.mlp_tokens=4K", "memory.offload=pinned", "upipe.attention_output=device"])

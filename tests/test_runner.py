@@ -313,6 +313,7 @@ def test_variants_are_merged_over_what_they_are_like(tmp_path):
             points.read(second)
 
 
+@pytest.mark.slow
 def test_points_that_the_planner_says_do_not_fit_run_unless_told_otherwise(tmp_path, monkeypatch, capsys):
     from tests import runner_points
 

@@ -67,6 +67,7 @@ def test_layers_at_eight_ranks(preset, settings, units, constant):
     pytest.param({"fused": True}, 7.08 + 4 * 0.2, marks=pytest.mark.slow),
     pytest.param({}, 7.69, marks=pytest.mark.slow),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_a_ring_of_two(settings, units):
     """Qwen3-32B at eight Ulysses ranks, of which 8.3 u are the target. Beside what it holds without a ring, a fused backward holds four
     stage buffers of P*d/D = 0.2 u at its peak: dk and dv on both ways and dq of the other ring rank's call (`ring.RingAttention`)."""

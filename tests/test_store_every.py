@@ -240,6 +240,7 @@ def trained(zero, fused, pairs, outputs):
 
 
 @pytest.mark.parametrize("fused", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
 def test_training_under_zero_3_takes_the_same_steps(worlds, fused):
     """Weights change, modules are gathered in the recorded order, and nothing stays gathered."""
     before, after = (worlds(2).run(trained, zero=3, fused=fused, pairs=pairs, outputs=outputs)[0] for pairs, outputs in ((0, 0), (2, 1)))
