@@ -30,10 +30,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from transformers.models.glm5_next import modeling_glm5_next as plain
 
+from experiments.runs import command_line, exit_status, made_by
 from experiments.table import REPORTED, read_reported
 from upipe import preflight, records
-from upipe.config import ConfigError
-from upipe.environment import environment
 from upipe.glm import GlmRuntime, GlmSettings, TokenLayout, TokenSplit, kda, moe, preset, sparse
 from upipe.glm.delta import KDAKernel
 from upipe.glm.kda import KDAConfig
@@ -359,10 +358,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plot", metavar="FILE", help="draw the figure")
     parser.add_argument("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
     options = parser.parse_args(arguments)
-    words = " ".join(sys.argv[1:] if arguments is None else arguments)
-    try:
-        made_with = environment(f"python -m experiments.glm_ablation {words}".strip(), options.commit)
-        made_with["run_id"] = made_with["date"].replace("-", "").replace(":", "") + "-glm"
+
+    def body() -> int:
+        made_with = made_by(command_line("experiments.glm_ablation", arguments).strip(), options.commit, "glm")
         found = {}
         for ranks in options.ranks:
             print(f"{format_tokens(options.tokens)} tokens over {ranks} ranks", file=sys.stderr)
@@ -382,10 +380,9 @@ def main(arguments: list[str] | None = None) -> int:
             records.append(kept, options.results)
         if options.plot:
             draw(found, options.plot)
-    except (ConfigError, records.RecordError) as error:
-        print(f"experiments.glm_ablation: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return exit_status("experiments.glm_ablation", body)
 
 
 if __name__ == "__main__":

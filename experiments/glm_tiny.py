@@ -13,11 +13,11 @@ from pathlib import Path
 
 import yaml
 
+from experiments.runs import exit_status, made_by
 from upipe import records
 from upipe.baselines import markov_losses
 from upipe.config import ConfigError, from_mapping
 from upipe.data import build_data, build_tokenizer
-from upipe.environment import environment
 from upipe.metrics import read_metrics
 from upipe.records import Record
 from upipe.trainer import RunConfig
@@ -50,19 +50,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", metavar="DIR", help="append the record to DIR/glm_tiny.jsonl")
     parser.add_argument("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
     options = parser.parse_args(arguments)
-    try:
-        made_with = environment("upipe train configs/glm_tiny.yaml --nproc 2", options.commit)
-        made_with["run_id"] = made_with["date"].replace("-", "").replace(":", "") + "-glm_tiny"
+
+    def body() -> int:
+        made_with = made_by("upipe train configs/glm_tiny.yaml --nproc 2", options.commit, "glm_tiny")
         found = record(options.run, made_with)
         print(f"held-out loss {found.extra['heldout_loss']:.4f} nats a base over {found.extra['heldout_tokens']} bases")
         for name, loss in found.extra["markov"].items():
             print(f"  {name:<8} {loss:.4f}")
         if options.results:
             records.append(found, options.results)
-    except (ConfigError, records.RecordError) as error:
-        print(f"experiments.glm_tiny: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return exit_status("experiments.glm_tiny", body)
 
 
 if __name__ == "__main__":

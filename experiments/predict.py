@@ -18,10 +18,10 @@ from typing import Any
 
 from experiments import points
 from experiments import published as setups
+from experiments.runs import command_line, exit_status, made_by
 from experiments.table import REPORTED, read_reported
 from upipe import plan, records
 from upipe.config import ConfigError
-from upipe.environment import environment
 from upipe.plan import Machine, Prediction
 from upipe.records import Record, parse_tokens
 
@@ -133,10 +133,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--configs", type=Path, metavar="DIR", help="write the YAMLs of the longest contexts")
     parser.add_argument("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
     options = parser.parse_args(arguments)
-    words = " ".join(sys.argv[1:] if arguments is None else arguments)
-    try:
-        made_with = environment(f"python -m experiments.predict {words}".strip(), options.commit)
-        made_with["run_id"] = made_with["date"].replace("-", "").replace(":", "") + "-predict"
+
+    def body() -> int:
+        made_with = made_by(command_line("experiments.predict", arguments).strip(), options.commit, "predict")
         kept: list[Record] = []
         if "published" in options.only:
             found, text = against_published(made_with)
@@ -152,10 +151,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"Published set-ups, host {PAPER_HOST_GIB:g} GiB a node\n{aligned(setups.rows(found))}\n\n{setups.summary(found)}")
         for record in kept if options.results else ():
             records.append(record, options.results)
-    except (ConfigError, records.RecordError) as error:
-        print(f"experiments.predict: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return exit_status("experiments.predict", body)
 
 
 if __name__ == "__main__":

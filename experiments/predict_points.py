@@ -16,10 +16,9 @@ from typing import Any
 
 from experiments import points
 from experiments.accuracy import block_simulated, block_time
+from experiments.runs import command_line, exit_status, made_by
 from experiments.table import latest
 from upipe import records
-from upipe.config import ConfigError
-from upipe.environment import environment
 from upipe.plan import rates
 from upipe.records import FIELDS, Record
 
@@ -43,10 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--results", metavar="DIR", help="append records to DIR/predict_points.jsonl; without it they are only counted")
     parser.add_argument("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
     options = parser.parse_args(arguments)
-    words = " ".join(sys.argv[1:] if arguments is None else arguments)
-    try:
-        made_with = environment(f"python -m experiments.predict_points {words}".strip(), options.commit)
-        made_with["run_id"] = made_with["date"].replace("-", "").replace(":", "") + "-predict"
+
+    def body() -> int:
+        made_with = made_by(command_line("experiments.predict_points", arguments).strip(), options.commit, "predict")
         kept = 0
         for record in latest(records.load(RESULTS / "block.jsonl")):
             if record["method"] != "upipe" or record["outcome"] != "ok" or record.get("scope") != "block":
@@ -60,10 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
             if options.results:
                 records.append(made, Path(options.results))
         print(f"{kept} predictions")
-    except (ConfigError, records.RecordError) as error:
-        print(f"experiments.predict_points: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return exit_status("experiments.predict_points", body)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,19 @@ import torch.distributed as dist
 
 from upipe import records
 from upipe.config import ConfigError
+from upipe.environment import environment
 from upipe.preflight import PreflightError
 
 
 def command_line(name: str, arguments: list[str] | None) -> str:
     """How a command was called, for its records. arguments: None for the process's own."""
     return f"python -m {name} " + " ".join(sys.argv[1:] if arguments is None else arguments)
+
+
+def made_by(command: str, commit: str | None, ending: str) -> dict[str, Any]:
+    """What a record says of the code, machine and command it was made by, in one process; the run is named by its time and an ending."""
+    found = environment(command, commit)
+    return found | {"run_id": found["date"].replace("-", "").replace(":", "") + "-" + ending}
 
 
 def new_run_id() -> str:
