@@ -19,9 +19,9 @@ import upipe
 from tests.pairwise import pairwise
 from tests.plain import SEQUENCES, data_of, plain_step, shifted, tiny_model
 from tests.sharded import assert_equal_to_plain, sharded
-from upipe import config, host
+from upipe import config, host, reference
 from upipe.layer import apply_fused_layers
-from upipe.methods import NAMES, MethodConfig, apply_method
+from upipe.methods import NAMES, MethodConfig, apply_method, native
 from upipe.methods.apply import check_native_data
 from upipe.methods.core import Heads
 from upipe.methods.layouts import Chunked, Zigzag, chunk_home, chunk_visible
@@ -347,6 +347,56 @@ def test_native_takes_no_packed_documents():
     check_native_data(None)
     with pytest.raises(PreflightError, match="one document a row"):
         check_native_data(((0, 3, 8),))
+
+
+class Gathered(torch.autograd.Function):
+    """[1, L, H, d] of every rank in zigzag order -> [1, N*L, H, d] in order, on every rank."""
+
+    @staticmethod
+    def forward(ctx, local):
+        ctx.order = torch.cat([torch.arange(p.start, p.stop) for rank in range(dist.get_world_size())
+                               for p in Zigzag(dist.get_world_size()).pieces(local.shape[1] * dist.get_world_size(), rank)])
+        shards = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(shards, local.contiguous())
+        return torch.cat(shards, 1)[:, ctx.order.argsort()]
+
+    @staticmethod
+    def backward(ctx, grad):
+        dist.all_reduce(grad := grad.contiguous())
+        return grad[:, ctx.order].chunk(dist.get_world_size(), 1)[dist.get_rank()]
+
+
+class PlainNative(native.Native):
+    """torch's place taken by the definition, over gloo; spoil is applied to the gradient that comes in."""
+
+    def __init__(self, spoil):
+        super().__init__(dist.group.WORLD, list(range(dist.get_world_size())), "cpu")
+        self.spoil = spoil
+
+    def attend(self, q, k, v, kernel, scale):
+        q = q + (q * (self.spoil - 1) - (q * (self.spoil - 1)).detach())
+        out, _ = reference.attention(*(Gathered.apply(t) for t in (q, k, v)), scale)
+        order = [torch.arange(p.start, p.stop) for p in Zigzag(dist.get_world_size()).pieces(out.shape[1], dist.get_rank())]
+        return out[:, torch.cat(order)]
+
+
+def probed(spoil):
+    made = PlainNative(spoil)
+    try:
+        made.refuse_if_wrong("cudnn", 16, torch.float32)
+    except PreflightError as error:
+        return str(error), made.mesh.get_group() is PlainNative(1.0).mesh.get_group()
+    return None, made.mesh.get_group() is PlainNative(1.0).mesh.get_group()
+
+
+@pytest.mark.parametrize("spoil", [1.0, 1.5])
+def test_native_is_refused_where_torch_s_gradients_are_wrong(worlds, spoil):
+    for message, kept in worlds(2).run(probed, spoil=spoil):
+        assert kept
+        if spoil == 1.0:
+            assert message is None
+        else:
+            assert "dq 0.5," in message and "kernel=cudnn" in message and "method=ring" in message
 
 
 # GPUs

@@ -73,12 +73,18 @@ class MethodSharding(Sharding):
         return result
 
     def kernel(self, case: Case) -> Kernel:
-        if self._native is not None and self.config.kernel == "auto" and case not in self.kernels:
+        if self._native is None or case in self.kernels:
+            return super().kernel(case)
+        if self.config.kernel == "auto":
             willing = [k for k in kernels.KERNELS if k.name in native.BACKENDS and k.declines(case) is None]
             if not willing:
                 preflight.check_kernel(next(iter(native.BACKENDS)), case)
-            self.kernels[case] = willing[0]
-        return super().kernel(case)
+            right = [k for k in willing if not self._native.wrong(k.name, case.head_dim, case.dtype)]
+            self.kernels[case] = (right or willing)[0]
+        kernel = super().kernel(case)
+        if kernel.name in native.BACKENDS:
+            self._native.refuse_if_wrong(kernel.name, case.head_dim, case.dtype)
+        return kernel
 
     def attend(self, module: nn.Module, architecture: models.Architecture, hidden, cos, sin, position_ids) -> torch.Tensor:
         """What comes before a module's output projection, [B, L, H*d], of hidden states [B, L, D]."""

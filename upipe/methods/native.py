@@ -10,8 +10,20 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from upipe import reference
+from upipe.methods.layouts import Zigzag
+from upipe.preflight import PreflightError
+
+PROBE = 256
+"""Tokens a rank of the probe of `Native.refuse_if_wrong`."""
+BOUND = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4}
+"""Most relative error of out, dq, dk and dv there: rounding gives less than a third of it."""
+_KEPT: dict[tuple[int, ...], dist.ProcessGroup] = {}
+"""Ranks -> a group over them that lives as long as torch.distributed does."""
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 """Name of a kernel of `upipe.kernels` -> that kernel as torch's context_parallel calls it."""
@@ -35,13 +47,16 @@ class Native:
     """context_parallel over a process group, which has to have two ranks or more.
 
     Args:
+        group: of these ranks, for the probe.
         ranks: world ranks of the group in order.
     """
 
     def __init__(self, group, ranks: list[int], device_type: str) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
-        self.mesh = DeviceMesh.from_group(group, device_type, mesh=torch.tensor(ranks))
+        self.group, self.ranks, self.device_type = group, tuple(ranks), device_type
+        self.mesh = DeviceMesh.from_group(_kept_group(self.ranks), device_type, mesh=torch.tensor(ranks))
+        self._errors: dict[tuple, dict[str, float]] = {}
 
     @contextmanager
     def on(self, like: torch.Tensor, kernel: str):
@@ -57,6 +72,56 @@ class Native:
     def attend(self, q, k, v, kernel: str, scale: float) -> torch.Tensor:
         """q [B, L, H, d], k and v [B, L, K, d] in zigzag order -> [B, L, H, d]."""
         return _Native.apply(q, k, v, self, kernel, scale, torch.is_grad_enabled())
+
+    def errors(self, kernel: str, head_dim: int, dtype: torch.dtype) -> dict[str, float]:
+        """The largest relative error over ranks of out, dq, dk and dv of a small attention with GQA, against fp32. Collective."""
+        key = kernel, head_dim, dtype
+        if key not in self._errors:
+            size, rank = len(self.ranks), dist.get_rank(self.group)
+            length, maker = PROBE * size, torch.Generator().manual_seed(0)
+            pieces = Zigzag(size).pieces(length, rank)
+            mine = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+            whole = [torch.randn(1, length, heads, head_dim, generator=maker).to(dtype) for heads in (4, 2, 2, 4)]
+            q, k, v = (t.to(self.device_type).float().requires_grad_() for t in whole[:3])
+            out, _ = reference.attention(q, k, v, head_dim**-0.5)
+            wanted = [out, *torch.autograd.grad(out, (q, k, v), whole[3].to(self.device_type).float())]
+            *inputs, grad = (t[:, mine].to(self.device_type) for t in whole)
+            with torch.enable_grad():
+                inputs = [t.requires_grad_() for t in inputs]
+                out = self.attend(*inputs, kernel, head_dim**-0.5)
+                got = [out, *torch.autograd.grad(out, inputs, grad)]
+            far = torch.stack([(g.float() - w[:, mine]).norm() / w[:, mine].norm() for g, w in zip(got, wanted)]).detach()
+            far = far.nan_to_num(float("inf"))
+            dist.all_reduce(far, op=dist.ReduceOp.MAX, group=self.group)
+            self._errors[key] = dict(zip(("out", "dq", "dk", "dv"), far.tolist()))
+        return self._errors[key]
+
+    def wrong(self, kernel: str, head_dim: int, dtype: torch.dtype) -> bool:
+        return max(self.errors(kernel, head_dim, dtype).values()) > BOUND[dtype]
+
+    def refuse_if_wrong(self, kernel: str, head_dim: int, dtype: torch.dtype) -> None:
+        """Raises PreflightError on every rank, naming the errors, where torch's attention is not exact here. Collective."""
+        errors = self.errors(kernel, head_dim, dtype)
+        if self.wrong(kernel, head_dim, dtype):
+            told = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
+            raise PreflightError(
+                f"method=native, kernel={kernel}: torch {torch.__version__}'s context_parallel is wrong here. On {PROBE} tokens a rank, "
+                f"head_dim={head_dim}, {str(dtype).removeprefix('torch.')}, the relative errors are {told}; {BOUND[dtype]:g} is allowed. "
+                f"Use another kernel of {', '.join(BACKENDS)}, or method=ring, which has the same order of tokens"
+            )
+
+
+def _kept_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group that is never given back: torch's DTensor remembers a mesh beyond the model that it was made for, and takes one
+    over the same ranks for it. Collective over the world at the first call for these ranks."""
+    if ranks not in _KEPT:
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, ranks)
+        for members in sorted(set(every)):
+            group = dist.new_group(list(members))
+            if members == ranks:
+                _KEPT[ranks] = group
+    return _KEPT[ranks]
 
 
 class _Native(torch.autograd.Function):

@@ -71,6 +71,10 @@ class SimulatedNative(native.Native):
     def __init__(self, kernel: SimulatedAttention, rank: int, size: int) -> None:
         self.kernel, self.group = kernel, Group(size, rank)
 
+    def errors(self, kernel: str, head_dim: int, dtype: torch.dtype) -> dict[str, float]:
+        """None: there is nothing to compute here."""
+        return {"out": 0.0}
+
     @contextlib.contextmanager
     def on(self, like: torch.Tensor, kernel: str):
         def sdpa(q, k, v, is_causal=False, scale=None, enable_gqa=False):
