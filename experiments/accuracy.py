@@ -9,7 +9,7 @@ Qwen3-32B, one GPU, Ulysses, and whole models of 4 and 8 layers with their loss,
 bare kernel (`plan_rates.json`), in runs of their own.
 
 Peak: of a block above its inputs, of a whole model above the states that it began with. Host: page-locked memory of a node. States:
-parameters, gradients, optimizer and buckets.
+parameters, gradients, optimizer and buckets. Points measured after a forecast of them are judged by `experiments.forecast`, not here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from experiments import points
+from experiments import forecast, points
+from experiments.forecast import BOUNDS, STATES
 from experiments.live import block_peak
+from experiments.stack_methods import Setting
 from upipe import plan, records
 from upipe.config import from_mapping
 from upipe.plan import GIB, Machine, Prediction, rates
@@ -30,8 +32,6 @@ from upipe.records import format_tokens
 from upipe.trainer import RunConfig
 
 RESULTS = points.ROOT / "experiments" / "results"
-BOUNDS = {"peak": 0.05, "host": 0.03, "time": 0.15, "states": 0.01}
-"""Relative errors aimed at on the held-out half."""
 
 
 @dataclass(frozen=True)
@@ -129,37 +129,22 @@ def block_points() -> list[Point]:
 
 def stack_prediction(record: dict[str, Any]) -> Prediction:
     """A setting of `experiments.stack` as the planner has it."""
-    shape = {"architecture": "llama", "hidden_size": record["hidden_size"], "layers": record["layers"], "heads": record["heads"],
-             "kv_heads": record["kv_heads"], "head_dim": record["head_dim"], "intermediate_size": 14336,
-             "vocab_size": record["vocabulary"], "checkpointing": "non-reentrant"}  # fmt: skip
-    host = record["attention_output"] == "host"
-    run = from_mapping(RunConfig, {
-        "model": shape, "train": {"dtype": "bf16", "gradient_dtype": "bf16", "zero_stage": 3},
-        "upipe": {"sp_size": record["sp"], "heads_per_stage": record["heads_per_stage"], "kernel": record["kernel"],
-                  "attention_output": record["attention_output"], "overlap": record["overlap"],
-                  **({"attention_output_layers": record["attention_output_host_layers"]} if host else {})},
-        "memory": {"mlp_tokens": record["tile_tokens"], "norm_tokens": 8192, "loss_tokens": 2048, "offload": record["offload"],
-                   "fused_layers": record["fused"], "prefetch": "prefetch=off" not in record["setting"]},
-        "data": {"path": str(points.ROOT / "configs" / "books" / "persuasion.txt"), "tokens": record["tokens"]},
-    })  # fmt: skip
-    return plan.predict(run, Machine.parse(f"{record['gpus']}xH200", host_gib=record["host_gib"]), kept=False)
-
-
-STATES = ("parameters", "gradients", "optimizer", "buckets")
-"""Components that a step begins with."""
+    machine = Machine.parse(f"{record['gpus']}xH200", host_gib=record["host_gib"])
+    sp = record["sp"] * record["ring"]
+    return forecast.predict(
+        Setting.parse(record["setting"]), record["model"], record["layers"], record["tokens"], sp, record["kernel"], machine
+    )
 
 
 def model_points() -> list[Point]:
     """Whole models: those of `experiments.stack`, and one without tiles or offload."""
-    found = []
+    found, said = [], forecast.forecasts_in(records.load(RESULTS / "predict_points.jsonl"))
     for r in _ok("stack"):
-        if r["method"] != "upipe":
+        if r["method"] != "upipe" or forecast.last_before(r, said) is not None:
             continue
         prediction = stack_prediction(r)
         # Two engines' states are in what it began with; buckets are made with an engine.
-        parts = prediction.device
-        above = prediction.device_gib - parts["margin"] - sum(parts[name] for name in STATES)
-        on_host = prediction.host["layer inputs"] + prediction.host["attention outputs"]
+        above, on_host = forecast.above_states(prediction), forecast.on_host(prediction)
         name = f"{r['layers']} layers, {r['setting']}, {r['kernel']}, {format_tokens(r['tokens'])}"
         found.append(Point(
             name, False, {"peak": r["peak_above_states_gib"], "host": r["host_pinned_gib"], "time": r["time_s"]},

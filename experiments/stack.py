@@ -83,6 +83,11 @@ SHORT = 2048
 DEFAULT = ("alst", "upipe:device", "upipe:host")
 
 
+def point_of(setting: Setting, model: str, layers: int, kernel: str, tokens: int, sp: int) -> str:
+    """What a record of a setting and length is known by."""
+    return f"{setting}-{model}-{layers}-{kernel}-{format_tokens(tokens)}-sp{sp}"
+
+
 class Bench:
     """One call of the command on all ranks.
 
@@ -284,7 +289,7 @@ class Bench:
             overlap=setting.overlap if ours else None, offload=setting.offload, dx=DX[setting.dx] if ours else None,
             tile_tokens=None if setting.tiling is None else setting.tiling.mlp_tokens, dtype=options.dtype,
             extra={
-                "point": f"{setting}-{options.model}-{layers}-{self.kernel.name}-{format_tokens(tokens)}-sp{options.sp}",
+                "point": point_of(setting, options.model, layers, self.kernel.name, tokens, options.sp),
                 "scope": "model", "setting": str(setting), "method_form": setting.form, "fused": setting.fused, "pairs": setting.pairs,
                 "hidden_size": config.hidden_size, "heads": config.num_attention_heads,
                 "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocabulary": config.vocab_size,

@@ -1,0 +1,87 @@
+"""Forecasts of whole-model points: the script's own points, made before they are measured, judged by nothing made after."""
+
+import json
+
+import pytest
+
+from experiments import accuracy, forecast, stack
+from upipe import records
+from upipe.config import ConfigError
+from upipe.plan import Machine, gpus
+
+TOY = {"model": "toy", "layers": 2, "tokens": 4096, "sp": 2, "kernel": "cudnn"}
+
+
+def test_points_are_those_of_the_script():
+    """Every part that is offered calls experiments.stack, on as many GPUs as its table of parts says."""
+    for part in forecast.PARTS:
+        ranks, *words = forecast.commands(part)
+        assert ranks == ("1" if part == "one" else "2"), part
+        stack.parser().parse_args(words)
+    assert "--once" in forecast.commands("methods512K") and "native" in forecast.commands("methods")
+    with pytest.raises(ConfigError, match="'trl'"):
+        forecast.commands("trl")
+
+
+@pytest.mark.parametrize("text", ["upipe:host=1", "upipe:device,layer=fused,U=4", "ulysses", "ring", "fpdt:chunk=1K", "native",
+                                  "upipe:host,offload=pageable", "upipe:device,offload=none,tiles=off"])  # fmt: skip
+def test_settings_are_planned_as_they_are_written(text):
+    setting = stack.Setting.parse(text)
+    found = forecast.predict(setting, **TOY, machine=Machine(gpus()["H200-141GB"], 2))
+    assert found.run.method.name == setting.name and found.kernel == "cudnn" and found.layers == 2
+    assert found.run.memory.offload == setting.offload and found.run.memory.fused_layers == setting.fused
+    assert found.sent_layers == (setting.offload != "none")
+    assert found.attention_layers == (1 if text == "upipe:host=1" else 2 if setting.host_layers is None else 0)
+    assert (found.run.upipe.heads_per_stage == 4) == ("U=4" in text)
+    assert forecast.above_states(found) > 0 and (forecast.on_host(found) > 0) == (setting.offload != "none" or setting.name == "fpdt")
+
+
+def test_states_of_several_engines():
+    """As measured of 8 layers of Llama3-8B on two GPUs: 32.87 GiB where one of two engines has made a step, 43.28 where both have."""
+    found = forecast.predict(stack.Setting.parse("upipe:device"), "llama3_8b", 8, 2**18, 2, "cudnn", Machine(gpus()["H200-141GB"], 2))
+    assert forecast.states_of(found, 1, 1) == pytest.approx(32.868, abs=0.01)
+    assert forecast.states_of(found, 2, 0) == pytest.approx(43.282, abs=0.01)
+    with pytest.raises(ConfigError, match="rope=model"):
+        forecast.predict(stack.Setting.parse("ulysses:rope=model"), **TOY, machine=Machine(gpus()["H200-141GB"], 2))
+
+
+def made(date, point="a", provenance="measured", **values):
+    of = {"of": "stack", "part": "methods", "constants": "c", "commit": "abcdef0"} if provenance == "predicted" else {"memory_only": False}
+    return {
+        "experiment": "stack", "provenance": provenance, "date": date, "point": point, "outcome": "ok", "model": "llama3_8b", "layers": 4,
+        "setting": "ring", "kernel": "cudnn", "tokens": 2**18, "host_pinned_gib": 10.0, "host_pageable_gib": 0.0, "time_s": 10.0,
+        "peak_above_states_gib": 8.0, "states_gib": 20.0,
+    } | of | values  # fmt: skip
+
+
+def test_only_forecasts_older_than_the_measurement_judge():
+    said = [made("2026-01-01", provenance="predicted", time_s=12.0), made("2026-01-03", provenance="predicted", time_s=10.0)]
+    (one,), without = forecast.judge([*said, made("2026-01-02"), made("2026-01-02", "b"), made("2025-01-02", "c")])
+    assert one.off("time") == pytest.approx(0.2) and one.misses == ["time"] and one.off("peak") == 0
+    assert without == ["b"]
+    assert "+20.0 %" in forecast.table([one]) and "1 over 15 %" in forecast.table([one])
+    assert forecast.judge([said[1], made("2026-01-02")])[0] == []
+
+
+def test_an_outcome_that_was_not_forecast_is_a_miss():
+    gone = dict.fromkeys(("peak_above_states_gib", "states_gib", "time_s", "host_pinned_gib", "host_pageable_gib"))
+    found = [made("2026-01-01", provenance="predicted"), made("2026-01-02", outcome="oom_device", **gone)]
+    (one,), _ = forecast.judge(found)
+    assert one.misses == ["outcome"] and "oom_device, forecast ok" in forecast.table([one]) and "1 otherwise" in forecast.table([one])
+
+
+def test_forecasts_are_records_and_leave_the_held_out_half_alone(tmp_path, monkeypatch, capsys):
+    kept = forecast.RESULTS / "predict_points.jsonl"
+    said = forecast.forecasts_in(records.load(kept))
+    assert {r["part"] for r in said} >= {"methods", "methods512K", "whole", "qwen", "1M", "offload"}
+    assert len({r["constants"] for r in said}) == 1 and not any(r["dirty"] for r in said)
+    before = [r for r in records.load(accuracy.RESULTS / "stack.jsonl") if r["method"] == "upipe" and r["date"] < said[0]["date"]]
+    assert len(before) >= 5
+    newer = before[0] | {"date": "2999-01-01T00:00:00Z"}
+    assert forecast.last_before(newer, said) is not None and forecast.last_before(before[0], said) is None
+    for name in ("stack", "predict_points"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (said if name == "predict_points" else [newer])))
+    assert forecast.main(["--judge", "--results", str(tmp_path)]) == 0
+    assert "Llama3-8B, 8 layers" in capsys.readouterr().out
+    assert forecast.main(["--judge", "methods"]) == 2 and forecast.main(["nonsense"]) == 2
+    assert "nonsense" in capsys.readouterr().err
