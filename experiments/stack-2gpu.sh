@@ -4,7 +4,7 @@
 #   experiments/stack-2gpu.sh PART [options of the command, such as --results DIR --commit SHA]
 #
 #   alst        8 layers of Llama3-8B at 256K beside DeepSpeed's ALST stack                        (4 min, two H200s)
-#   whole       all 32 layers at 512K, one step                                                    (about 7 min)
+#   whole       all 32 layers at 512K, one step                                                    (about 9 min)
 #   qwen        4 layers of Qwen3-32B at 256K beside ALST                                          (about 3 min)
 #   offload     8 layers, 64K and 256K: inputs pinned, pageable and not offloaded                  (about 4 min)
 #   ladder      Figure 1: 2 layers under 28 GiB, one lever after another                           (about 3 min)

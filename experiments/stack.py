@@ -215,7 +215,8 @@ class Bench:
                 # Kernels are compiled when they are first used.
                 self.step(setting, min(tokens, self.options.short or SHORT * self.shape.sp_size), {"losses": []})
             zeros = ZeroAttention(self.kernel, exact=self.options.memory_only)
-            self.step(setting, tokens, values, zeros)
+            prepared = self.step(setting, tokens, values, zeros)[0]
+            self.say(f"{format_tokens(tokens)} {setting}: buffers and host memory made in a step without attention, {prepared:.1f} s")
             engine = self.engines[setting.engine]
             engine.engine.empty_partition_cache()
             forget_caches(self.device, host_too=False)

@@ -48,7 +48,8 @@ FAMILIES = {
     "table3-2gpu": Family(
         "Throughput and memory on two GPUs, reduced depth",
         "Whole models with some of their layers. Ratios are to DeepSpeed's Ulysses (or ALST, its whole stack) of the same sweep and "
-        "kernel. Layers and length decide tokens/s here: compare within a group only.",
+        "kernel. Layers and length decide tokens/s here: compare within a group only. PyTorch native's time stands, its gradients with "
+        "cuDNN are wrong (docs/methods.md).",
         throughput.rows_2gpu, throughput.draw_2gpu,
     ),
     "memory-ladder": Family(

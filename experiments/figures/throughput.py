@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.figures import style
-from experiments.figures.values import Row, Sources, from_record, from_reported, grouped, model_of, over_ulysses, pick, stack_of
+from experiments.figures.values import Row, Sources, from_record, from_reported, grouped, model_of, our_method, over_ulysses, pick, stack_of
 from upipe.records import format_tokens
 
 PUBLISHED = {"llama3-8b": (8, 32, "Llama3-8B"), "qwen3-32b": (16, 64, "Qwen3-32B")}
@@ -18,12 +18,18 @@ PUBLISHED = {"llama3-8b": (8, 32, "Llama3-8B"), "qwen3-32b": (16, 64, "Qwen3-32B
 def whole_models(sources: Sources) -> list[dict[str, Any]]:
     """The last record of every point of a whole model, published models on GPUs, and of predictions of one set-up the last.
 
-    Searches for the longest length are left out.
+    Searches for the longest length and forecasts of measurements (the planner's figure has those) are left out.
     """
     found: dict[Any, dict[str, Any]] = {}
     for number, record in enumerate(sources.records):
         search = "longest_tokens" in record or str(record.get("point", "")).startswith("longest")
-        if search or record.get("scope") != "model" or not record["gpus"] or model_of(record["model"]) not in PUBLISHED:
+        if (
+            search
+            or record["experiment"] == "predict_points"
+            or record.get("scope") != "model"
+            or not record["gpus"]
+            or model_of(record["model"]) not in PUBLISHED
+        ):
             continue
         same = ("model", "layers", "gpus", "gpu", "method", "ring", "tokens")
         key = (stack_of(record), *(record[name] for name in same)) if stack_of(record) else number
@@ -64,7 +70,8 @@ def draw(found: list[Row]) -> Figure:
 
 
 def rows_2gpu(sources: Sources) -> list[Row]:
-    """Whole models of reduced depth on fewer GPUs than published: throughput, peak above states, both over Ulysses'."""
+    """Whole models of reduced depth on fewer GPUs than published: throughput, peak above states, both over Ulysses'; beside them
+    the published throughputs of the same methods and lengths over Ulysses'."""
     found = []
     for record in whole_models(sources):
         gpus, layers, _ = PUBLISHED[model_of(record["model"])]
@@ -72,10 +79,15 @@ def rows_2gpu(sources: Sources) -> list[Row]:
             timed = record["tokens_per_s_per_gpu"] is not None or record["outcome"] != "ok"
             found += [from_record(record, metric) for metric in (["throughput"] if timed else []) + ["peak_above_states"]]
     found.sort(key=lambda r: (r.model, r.gpus or 0, r.layers or 0, r.tokens or 0, r.kernel or "", r.mark, r.method))
-    return [*found, *over_ulysses(found), *over_ulysses(found, "peak_above_states")]
+    mine = {(row.model, our_method(row.method), row.tokens) for row in found}
+    published = over_ulysses(from_reported(r for r in sources.published if (r["source"], r["figure"]) == ("untied-ulysses", "table3")))
+    beside = [row for row in published if (row.model, our_method(row.method), row.tokens) in mine and our_method(row.method) != "ulysses"]
+    return [*found, *over_ulysses(found), *over_ulysses(found, "peak_above_states"), *beside]
 
 
 def draw_2gpu(found: list[Row]) -> Figure:
+    published, found = pick(found, mark="reported"), [row for row in found if row.mark != "reported"]
+    reported = {(row.model, our_method(row.method), row.tokens): row.value for row in published}
     groups = grouped(found, lambda r: (r.model, r.layers, r.gpus, r.gpu, r.tokens, r.source.split(".")[0]))
     count = sum(len(grouped(mine, lambda r: (r.mark, r.series))) + 1.4 for mine in groups.values())
     figure, axes = style.figure(1, 2, 10, max(2.4, 0.24 * count + 1.1), sharey=True)
@@ -93,7 +105,7 @@ def draw_2gpu(found: list[Row]) -> Figure:
         place += 1
         for same in grouped(mine, lambda r: (r.mark, r.series)).values():
             ticks.append((place, style.name(same[0])))
-            _bars(left, place, same, "throughput")
+            _bars(left, place, same, "throughput", reported.get((model, our_method(same[0].method), tokens)))
             _bars(right, place, same, "peak_above_states")
             place += 1
         place += 0.4
@@ -105,13 +117,19 @@ def draw_2gpu(found: list[Row]) -> Figure:
         axis.set_xlabel(text)
         axis.set_xlim(0, 1.35 * max([row.value or 0 for row in pick(found, metric=metric)] + [1e-9]))
         axis.grid(axis="y", visible=False)
-    style.mark_legend(figure, (row.mark for row in found), title="(×): over Ulysses' of the same sweep and kernel", title_fontsize=7.5)
+    style.mark_legend(
+        figure,
+        (row.mark for row in found),
+        title="(×): over Ulysses' of the same sweep and kernel; [×]: the same ratio as published for whole models on more GPUs",
+        title_fontsize=7.5,
+    )
     return figure
 
 
-def _bars(axis: Axes, place: float, same: list[Row], metric: str) -> None:
+def _bars(axis: Axes, place: float, same: list[Row], metric: str, published: float | None = None) -> None:
     value, ratio = pick(same, metric=metric), pick(same, metric=f"{metric} over Ulysses")
     if value:
-        style.bar(axis, place, value[0], more=f"({ratio[0].value:.2f}×)" if ratio else "")
+        more = f"({ratio[0].value:.2f}×)" if ratio else ""
+        style.bar(axis, place, value[0], more=f"{more} [{published:.2f}×]" if ratio and published is not None else more)
     else:
         axis.annotate("not timed", (0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5, color="0.35")
