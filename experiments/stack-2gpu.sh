@@ -10,12 +10,13 @@
 #   ladder      Figure 1: 2 layers under 28 GiB, one lever after another                           (about 3 min)
 #   methods     4 layers at 128K and 256K: every method                                            (about 5 min)
 #   methods512K the same at 512K, one timed step each                                              (about 6 min)
-#   1M          2 layers at 1M: Ulysses and UPipe, one timed step each                             (about 5 min)
+#   1M          2 layers at 1M: Ulysses and UPipe (fused layers), one timed step each              (about 5 min)
+#   512K        4 layers at 512K: the same                                                         (about 4 min)
 #   one         one GPU: 4 layers at 256K, head groups against all heads at once                   (about 3 min)
 #   trl         one GPU: the TRL guide's ladder under 77 GiB                                       (about 3 min)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?name a part: alst, whole, qwen, offload, ladder, methods, methods512K, 1M, one or trl}
+part=${1:?name a part: alst, whole, qwen, offload, ladder, methods, methods512K, 512K, 1M, one or trl}
 shift
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 on() { torchrun --standalone --nproc_per_node "$1" -m "${@:2}"; }
@@ -30,11 +31,14 @@ offload)     on 2 experiments.stack --layers 8 --tokens 64K 256K --rounds 2 --wa
 ladder)      on 2 experiments.ladder --preset figure1 --memory-only "$@" ;;
 methods)     on 2 experiments.stack --layers 4 --tokens 128K 256K --profile --rounds 1 --warmup 0 --settings "${every[@]}" "$@" ;;
 methods512K) on 2 experiments.stack --layers 4 --tokens 512K --profile --once --short 64K --apart --settings "${every[@]}" "$@" ;;
-1M)          on 2 experiments.stack --layers 2 --tokens 1M --once --short 64K --apart --settings ulysses upipe:host upipe:device "$@" ;;
+1M)          on 2 experiments.stack --layers 2 --tokens 1M --once --short 64K --apart \
+                 --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
+512K)        on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart \
+                 --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
 one)         on 1 experiments.stack --layers 4 --tokens 256K --kernel fa4 --settings upipe upipe:U=H --rounds 1 --warmup 0 "$@" ;;
 trl)         on 1 experiments.ladder --preset trl --memory-only "$@" ;;
 *)
-    echo "unknown part $part: alst, whole, qwen, offload, ladder, methods, methods512K, 1M, one or trl" >&2
+    echo "unknown part $part: alst, whole, qwen, offload, ladder, methods, methods512K, 512K, 1M, one or trl" >&2
     exit 2
     ;;
 esac

@@ -425,7 +425,7 @@ def test_plot(tmp_path):
 SCRIPTS = {
     "block-2gpu.sh": ["exact", "256K", "512K", "widths", "others"],
     "eight-gpu.sh": ["full", "methods", "long"],
-    "stack-2gpu.sh": ["alst", "whole", "qwen", "offload", "ladder", "methods", "methods512K", "1M", "one", "trl"],
+    "stack-2gpu.sh": ["alst", "whole", "qwen", "offload", "ladder", "methods", "methods512K", "512K", "1M", "one", "trl"],
 }
 
 

@@ -441,7 +441,15 @@ def main():
             handle = apply_method(model, method, upipe.UPipeConfig(sp_size=N, kernel=kernel))
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             (batch,) = handle.shard([{"input_ids": ids.cpu(), "labels": ids.cpu()}])
-            handle.loss(model, batch).backward()
+            try:
+                handle.loss(model, batch).backward()
+            except PreflightError as error:
+                # torch's own attention, where it is wrong: found before the first step.
+                assert method.name == "native" and "the relative errors are" in str(error), error
+                handle.remove()
+                if dist.get_rank() == 0:
+                    print(f"{method.name} {kernel}: refused, {error}", flush=True)
+                continue
             got = {}
             for name, p in model.named_parameters():
                 got[name] = p.grad.float()
