@@ -230,6 +230,7 @@ def cases_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> dict
         shape, ranks, kernel, None if width == ranks else width, upipe.attention_output, upipe.overlap, upipe.dx,
         memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens, memory.fp32_grads, memory.reuse_grad, memory.fused_layers,
         checkpointing, run.train.micro_batch_size, run.train.dtype, upipe.ring_degree,
+        offload_within_layer=memory.offload_within_layer,
     )  # fmt: skip
     if memory.fused_layers:
         # The same to the byte: what is fetched goes where it would be made again, by fewer buffers.
