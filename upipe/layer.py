@@ -18,6 +18,9 @@ that is as wide as the hidden states (not over x, which others may hold: that wo
 again; by tiles h again, the MLP's and norm2's backward, added into the gradient; wo's gradient; the stages of attention;
 by tiles dx from [dq | dk | dv] and norm1's backward, added into the gradient. docs/layer.md says which buffer lives when.
 
+With `LayerSpec.offload` that order stays, and tensors of full width are on the host meanwhile: x (in the backward), the attention
+output, the gradient and dq, from where products and tiles read their rows, two tiles on their way at a time.
+
 Symbols as in `block`; F width of the MLP. Weights' gradients are summed over tiles in fp32.
 Source: the order of work is this library's; stages are those of Untied Ulysses, arXiv 2602.21196.
 """
