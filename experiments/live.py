@@ -64,6 +64,7 @@ def without_a_device():
         mock.patch.multiple(
             block._HostCopy,
             send=lambda self, source: (host.pool().take(source.shape, source.dtype), None),
+            write=lambda self, target, source: None,
             fetch=lambda self, target, source: None,
         ),
         # In place and without temporaries, as the Triton kernels are.

@@ -23,16 +23,21 @@ from unittest import mock
 import torch
 
 from experiments.live import SHAPES, without_a_device
-from upipe import kernels, layer
+from upipe import host, kernels, layer
 from upipe.block import BlockSpec, Projections
-from upipe.layer import MLP_TOKENS, LayerSpec, LayerWeights, _LayerRun, _LayerSums, decoder_layer, layer_contexts
+from upipe.layer import MLP_TOKENS, LayerSpec, LayerWeights, _LayerRun, _LayerSums, _OffloadedRun, decoder_layer, layer_contexts
 from upipe.live import LiveStorages, SimulatedAttention
+from upipe.offload import HostInput, giving
 from upipe.records import format_tokens, parse_tokens
 from upipe.schedule import HeadSchedule
 from upipe.simulate import After
 
 WIDTHS = {"llama3_8b": 14336, "qwen3_32b": 25600}
-PRESETS = {"lowest_memory": {"overlap": False}, "fastest": {"overlap": True}}
+PRESETS = {
+    "lowest_memory": {"overlap": False},
+    "offload_within_layer": {"overlap": False, "offload": "pinned"},
+    "fastest": {"overlap": True},
+}
 
 
 def rms_norm(rows, shape, weight, eps):
@@ -70,10 +75,11 @@ class Phases:
 
 def layer_peaks(
     local_tokens: int, ranks: int, heads: int, kv_heads: int, head_dim: int, hidden: int, width: int, norm: bool = False,
-    kernel: str = "fa4", heads_per_stage: int | None = None, mlp_tokens: int = MLP_TOKENS, **modes,
+    kernel: str = "fa4", heads_per_stage: int | None = None, mlp_tokens: int = MLP_TOKENS, offload: str = "none", **modes,
 ) -> dict[str, tuple[int, Counter[str]]]:  # fmt: skip
     """Peak bytes of one layer in bf16, and what lives then: of the "first forward", of the "backward" with the recompute,
-    and of the phases of that one. modes: those of `block.BlockSpec`.
+    and of the phases of that one. offload: of `layer.LayerSpec`; with it the input is on the host in the backward. modes: those of
+    `block.BlockSpec`.
 
     Raises:
         RuntimeError: the backward did not have the incoming gradient to itself.
@@ -81,7 +87,8 @@ def layer_peaks(
     chosen = next(k for k in kernels.KERNELS if k.name == kernel)
     schedule = HeadSchedule(heads, kv_heads, ranks, heads_per_stage)
     block = BlockSpec(schedule, rank=0, group=None, kernel=SimulatedAttention(chosen), head_dim=head_dim, scale=1.0, **modes)
-    spec = LayerSpec(block, torch.nn.functional.silu, 1e-6, 1e-6, mlp_tokens)
+    spec = LayerSpec(block, torch.nn.functional.silu, 1e-6, 1e-6, mlp_tokens, offload=offload)
+    run = _LayerRun if offload == "none" else _OffloadedRun
 
     def parameter(*shape):
         return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -96,7 +103,7 @@ def layer_peaks(
     live.know(*(w for w in weights.flat() if w is not None))
     phases = Phases(live)
     patches = [
-        phases.of(_LayerRun, "attention_output", "recompute"),
+        phases.of(run, "attention_output", "recompute"),
         phases.of(_LayerRun, "_mlp_backward", "MLP"),
         phases.of(_LayerRun, "_walk_back", "stages"),
         phases.of(_LayerSums, "finish", "row tiles"),
@@ -111,8 +118,11 @@ def layer_peaks(
             y = decoder_layer(x, weights, cos, sin, spec)
         phases.close("first forward")
         del y
-        x.requires_grad_()
-        with again:
+        given = None
+        if offload != "none":
+            given, x = HostInput(host.pool().take(x.shape, x.dtype)), x.new_empty(1).expand(x.shape)
+        x = x.detach().requires_grad_()
+        with again, giving(given):
             y = decoder_layer(x, weights, cos, sin, spec)
         end = After.apply(y)
         del y

@@ -38,7 +38,7 @@ def record_of(prediction: Prediction, point: str, made_with: dict[str, Any], **e
     (ring, ulysses), ours = plan.degrees(run), run.method.name == "upipe"
     fits, left = prediction.fits, prediction.headroom
     states = sum(prediction.device.get(name, 0.0) for name in ("parameters", "gradients", "optimizer"))
-    on_host = sum(prediction.host[name] for name in ("layer inputs", "attention outputs", "attention chunks"))
+    on_host = sum(prediction.host[name] for name in ("layer inputs", "attention outputs", "working tensors", "attention chunks"))
     pageable = run.memory.offload == "pageable"
     return Record(
         experiment="predict", provenance="predicted", method=run.method.name, model=run.model.preset, layers=prediction.layers,
@@ -93,6 +93,7 @@ def settings_of(found: Prediction) -> str:
     words += [f"{found.pairs} pairs"] if found.pairs else []
     words += [] if upipe.overlap else ["no overlap"]
     words += [] if memory.prefetch else ["no prefetch"]
+    words += ["working tensors on the host"] if memory.offload_within_layer else []
     words += ["Adam on the host"] if memory.optimizer == "cpu" else []
     return ", ".join([*words, f"{found.sent_layers} inputs on the host"])
 

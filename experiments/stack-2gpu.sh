@@ -7,6 +7,7 @@
 #   whole       all 32 layers at 512K, one step                                                    (about 9 min)
 #   qwen        4 layers of Qwen3-32B at 256K beside ALST                                          (about 3 min)
 #   offload     8 layers, 64K and 256K: inputs pinned, pageable and not offloaded                  (about 4 min)
+#   within      4 layers at 256K: fused layers' working tensors on the device, on pinned and on pageable host memory (not run yet)
 #   ladder      Figure 1: 2 layers under 28 GiB, one lever after another                           (about 3 min)
 #   methods     4 layers at 128K and 256K: every method                                            (about 5 min)
 #   methods512K the same at 512K, one timed step each                                              (about 6 min)
@@ -16,7 +17,8 @@
 #   trl         one GPU: the TRL guide's ladder under 77 GiB                                       (about 3 min)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?name a part: alst, whole, qwen, offload, ladder, methods, methods512K, 512K, 1M, one or trl}
+parts="alst, whole, qwen, offload, within, ladder, methods, methods512K, 512K, 1M, one or trl"
+part=${1:?name a part: $parts}
 shift
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 on() { torchrun --standalone --nproc_per_node "$1" -m "${@:2}"; }
@@ -28,6 +30,9 @@ whole)       on 2 experiments.stack --layers 32 --tokens 512K --kernel fa4 --onc
 qwen)        on 2 experiments.stack --model qwen3_32b --layers 4 --tokens 256K --settings alst upipe:host --rounds 1 --warmup 0 "$@" ;;
 offload)     on 2 experiments.stack --layers 8 --tokens 64K 256K --rounds 2 --warmup 1 \
                  --settings upipe:host,offload=none upipe:host,offload=pinned upipe:host,offload=pageable "$@" ;;
+within)      on 2 experiments.stack --layers 4 --tokens 256K --kernel fa4 --rounds 1 --warmup 1 --settings \
+                 upipe:device,layer=fused,overlap=off,prefetch=off upipe:device,layer=fused,overlap=off,prefetch=off,within=on \
+                 upipe:device,layer=fused,overlap=off,prefetch=off,within=on,offload=pageable "$@" ;;
 ladder)      on 2 experiments.ladder --preset figure1 --memory-only "$@" ;;
 methods)     on 2 experiments.stack --layers 4 --tokens 128K 256K --profile --rounds 1 --warmup 0 --settings "${every[@]}" "$@" ;;
 methods512K) on 2 experiments.stack --layers 4 --tokens 512K --profile --once --short 64K --apart --settings "${every[@]}" "$@" ;;
@@ -38,7 +43,7 @@ methods512K) on 2 experiments.stack --layers 4 --tokens 512K --profile --once --
 one)         on 1 experiments.stack --layers 4 --tokens 256K --kernel fa4 --settings upipe upipe:U=H --rounds 1 --warmup 0 "$@" ;;
 trl)         on 1 experiments.ladder --preset trl --memory-only "$@" ;;
 *)
-    echo "unknown part $part: alst, whole, qwen, offload, ladder, methods, methods512K, 512K, 1M, one or trl" >&2
+    echo "unknown part $part: $parts" >&2
     exit 2
     ;;
 esac

@@ -9,7 +9,8 @@ A setting is written NAME or NAME:item,...
   plain     the kernel in the plain model, rotation included, each rank with sequences of its own
   upipe     ours. Items, beside those of all: host, host=N or device (where the attention output is kept: on the host, for N layers
             there (`upipe.apply.host_layers`), or made again), U=HEADS or U=H (all heads at once), overlap=on|off, dx=gemm|bf16,
-            layer=parts|fused (fused: each decoder layer as one function, `upipe.layer`; tiles=on then tiles last norm and loss)
+            layer=parts|fused (fused: each decoder layer as one function, `upipe.layer`; tiles=on then tiles last norm and loss),
+            within=on|off (on: a fused layer's working tensors on the host as well, as `offload` says; with prefetch=off)
 
   of all but alst: checkpoint=on|off, offload=none|pinned|pageable, keep=N (the last N stored inputs stay on the device), pairs=N
   (one stored input for both layers of N pairs), prefetch=on|off, tiles=on|off|loss|mlp (mlp: MLPs and norms), loss=hf|sum (without
@@ -47,7 +48,7 @@ from upipe.block import checkpoint_contexts
 from upipe.build import ModelConfig, build_model, build_partitioned_model, count_parameters
 from upipe.comm import SequenceParallelGroups
 from upipe.config import ConfigError
-from upipe.layer import apply_fused_layers, layer_contexts
+from upipe.layer import FusedLayersConfig, apply_fused_layers, layer_contexts
 from upipe.live import SimulatedAttention
 from upipe.loader import ShardedLoader
 from upipe.methods import MethodConfig, MethodHandle, apply_method
@@ -93,6 +94,7 @@ class Setting:
     prefetch: bool = True
     tiles: str = "on"
     fused: bool = False
+    within: bool = False
     loss: str = "sum"
     pairs: int = 0
     ring_degree: int | None = None
@@ -125,6 +127,8 @@ class Setting:
             raise ConfigError(f"setting {text!r}: offload={made.offload} needs checkpoint=on, whose saved inputs it sends")
         if made.fused and (made.dx != "gemm" or not made.checkpoint):
             raise ConfigError(f"setting {text!r}: layer=fused needs dx=gemm and checkpoint=on")
+        if made.within and (not made.fused or made.offload == "none" or made.prefetch or made.keep):
+            raise ConfigError(f"setting {text!r}: within=on needs layer=fused, offload=pinned|pageable, prefetch=off and no keep")
         if name == "alst" and (made.offload == "pageable" or made.tiles in ("loss", "mlp")):
             raise ConfigError(f"setting {text!r}: of ALST offload=pinned|none and tiles=on|off are compared")
         return made
@@ -135,7 +139,7 @@ class Setting:
             items.append({0: "device", None: "host"}.get(self.host_layers, f"host={self.host_layers}"))
             items += [f"U={'H' if self.heads_per_stage == -1 else self.heads_per_stage}"] * (self.heads_per_stage is not None)
             items += ["overlap=off"] * (not self.overlap) + [f"dx={self.dx}"] * (self.dx != "gemm")
-            items += ["layer=fused"] * self.fused
+            items += ["layer=fused"] * self.fused + ["within=on"] * self.within
         items += [f"ring={self.ring_degree}"] * (self.ring_degree is not None) + ["rope=model"] * (self.rope == "model")
         items += [f"chunk={self.chunk_tokens}"] * (self.chunk_tokens is not None)
         items += ["checkpoint=off"] * (not self.checkpoint)
@@ -163,7 +167,7 @@ class Setting:
     @property
     def checkpointing(self) -> CheckpointConfig:
         keep = "auto" if self.keep is None else self.keep
-        return CheckpointConfig(self.offload, keep, prefetch=self.prefetch, pairs=self.pairs)
+        return CheckpointConfig(self.offload, keep, prefetch=self.prefetch, pairs=self.pairs, leave_on_host=self.within)
 
     @property
     def engine(self) -> tuple:
@@ -210,6 +214,7 @@ _ITEMS: dict[str, tuple[tuple[str, ...], str, Callable[[str], dict[str, Any]]]] 
     "checkpoint": (OURS, "=on|off", _choice("checkpoint", on=True, off=False)),
     "offload": (("alst", *OURS), "=none|pinned|pageable", _choice("offload", none="none", pinned="pinned", pageable="pageable")),
     "layer": (("upipe",), "=parts|fused", _choice("fused", parts=False, fused=True)),
+    "within": (("upipe",), "=on|off", _choice("within", on=True, off=False)),
     "prefetch": (OURS, "=on|off", _choice("prefetch", on=True, off=False)),
     "keep": (OURS, "=LAYERS", lambda value: {"keep": int(value)}),
     "pairs": (OURS, "=PAIRS", lambda value: {"pairs": int(value)}),
@@ -377,7 +382,8 @@ class Engine:
         if setting.tiling is not None:
             made.closers.append(apply_tiling(model, setting.tiling).remove)
         if setting.fused:
-            made.closers.append(apply_fused_layers(model, self.handle).remove)
+            within = FusedLayersConfig(offload=setting.offload if setting.within else "none")
+            made.closers.append(apply_fused_layers(model, self.handle, within).remove)
         if setting.checkpoint and setting.name != "alst":
             contexts = layer_contexts if setting.fused else checkpoint_contexts
             if setting.name != "upipe":

@@ -90,7 +90,8 @@ class Own(torch.autograd.Function):
         return grad.clone()
 
 
-def sharded_layers(model, x, cos, sin, positions, grad, checkpointing=None, width=None, mlp_tokens=5, counts=None, **modes):
+def sharded_layers(model, x, cos, sin, positions, grad, checkpointing=None, width=None, mlp_tokens=5, counts=None,
+                   offload="none", **modes):
     """The same from `decoder_layer` on every rank, gathered and summed over all of them."""
     P, rank = dist.get_world_size(), dist.get_rank()
     config, architecture = model.config, models.of_model_type(model.config.model_type)
@@ -108,7 +109,7 @@ def sharded_layers(model, x, cos, sin, positions, grad, checkpointing=None, widt
             offsets=document_offsets(positions), window=window, **modes,
         )  # fmt: skip
         eps = config.rms_norm_eps
-        spec = LayerSpec(block, layer.mlp.act_fn, eps, eps, mlp_tokens, counts=counts)
+        spec = LayerSpec(block, layer.mlp.act_fn, eps, eps, mlp_tokens, counts=counts, offload=offload)
 
         def function(h, layer=layer, spec=spec):
             return decoder_layer(h, weights_of(layer, architecture), cos, sin, spec)

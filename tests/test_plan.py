@@ -246,7 +246,7 @@ def test_json(capsys, tmp_path):
 def test_text_and_status(capsys):
     status, out, _ = command(capsys, "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "12M", *FUSED)
     assert status == 1 and "does not fit" in out and "to go further:" in out and "simulated with the real code" in out
-    status, out, _ = command(capsys, "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "12M", "--fit")
+    status, out, _ = command(capsys, "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "14M", "--fit")
     assert status == 1 and "does not fit" in out
 
 

@@ -63,7 +63,8 @@ def test_settings_are_written_as_they_are_read():
     assert Setting.parse("plain:checkpoint=off").offload == "none"
     for text in (
         *SETTINGS, "plain:checkpoint=off,tiles=off,loss=hf", "ulysses:tiles=loss", "alst:offload=none,tiles=off",
-        "upipe:layer=fused", "ring", "usp:ring=2", "fpdt:chunk=4096,tiles=off", "native:offload=none", "ulysses:rope=model",
+        "upipe:layer=fused", "upipe:layer=fused,prefetch=off,within=on,offload=pageable", "ring",
+        "usp:ring=2", "fpdt:chunk=4096,tiles=off", "native:offload=none", "ulysses:rope=model",
         *(rung.setting for preset in ladder.PRESETS.values() for rung in preset.rungs),
     ):
         setting = Setting.parse(text)
@@ -75,7 +76,8 @@ def test_settings_are_written_as_they_are_read():
         ("upipe:checkpoint=off,offload=pinned", "checkpoint=on"),
         ("alst:offload=pageable", "pinned|none"), ("alst:tiles=loss", "on|off"), ("ulysses:host", "none of"),
         ("ring:ring=2", "none of"), ("fpdt:chunk=x", "TOKENS"), ("native:rope=model", "none of"),
-        ("upipe:layer=fused,dx=bf16", "dx=gemm"), ("upipe:offload=disk", "none|pinned|pageable"),
+        ("upipe:layer=fused,dx=bf16", "dx=gemm"), ("upipe:layer=fused,within=on", "prefetch=off"),
+        ("upipe:offload=disk", "none|pinned|pageable"),
     ):
         with pytest.raises(ConfigError, match=says.replace("|", r"\|")):
             Setting.parse(text)
@@ -107,7 +109,9 @@ def test_zero_attention_allocates_as_the_kernel_and_answers_zeros():
 
 ENGINES = (
     ("alst",), ("alst:offload=none,tiles=off",), ("ulysses:tiles=loss",), ("ulysses:checkpoint=off,tiles=off,loss=hf",),
-    ("upipe:device", "upipe:host=1", "upipe:host,dx=bf16"), ("upipe:host,layer=fused", "upipe:device,layer=fused,offload=none"),
+    ("upipe:device", "upipe:host=1", "upipe:host,dx=bf16"), (
+        "upipe:host,layer=fused", "upipe:device,layer=fused,offload=none", "upipe:host=1,layer=fused,prefetch=off,within=on",
+    ),
     ("upipe:tiles=off,offload=none",), ("ring",), ("usp:ring=2,checkpoint=off",), ("fpdt:chunk=32",), ("ulysses:rope=model",),
 )
 

@@ -320,12 +320,27 @@ class FullNorm:
             grads[:, h : h + 1] = (self.inverse * (scaled - unit * mean)).to(grads.dtype)
 
 
+@dataclass
+class Moved:
+    """Bytes that went to the host, and that came back."""
+
+    to_host: int = 0
+    to_device: int = 0
+
+
 class _HostCopy:
     """Attention output and log-sum-exp of one call in host memory: for each stage what the rows' owner received, pieces
-    [N, heads, d] of every rank end to end, and lse [B, own heads, S]."""
+    [N, heads, d] of every rank end to end, and lse [B, own heads, S]. Other tensors of a call lie beside them (`memory`).
 
-    def __init__(self, run: _Run) -> None:
-        self.device = run.x.device
+    Args:
+        pinned: page-locked.
+        moved: is told what is copied.
+        keeps_lse: False for slabs of one call, which has it on the device.
+    """
+
+    def __init__(self, run: _Run, pinned: bool = True, moved: Moved | None = None, keeps_lse: bool = True) -> None:
+        self.device, self.pinned, self.moved, self.keeps_lse = run.x.device, pinned, moved or Moved(), keeps_lse
+        self.others: list[torch.Tensor] = []
         self.stages: list[torch.Tensor] = []
         self.lse: torch.Tensor | None = None
         self.done = None
@@ -337,18 +352,25 @@ class _HostCopy:
         """Copy a device tensor out while the caller's stream goes on. -> host tensor, event of the copy's end (or None)."""
         if source.numel() == 0:
             return torch.empty(source.shape, dtype=source.dtype), None
-        target = host.pool().take(source.shape, source.dtype)
-        if self.stream is None:
-            target.copy_(source)
-            return target, None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-            self.done = self.stream.record_event()
-        return target, self.done
+        target = host.pool().take(source.shape, source.dtype, pinned=self.pinned)
+        return target, self.write(target, source)
+
+    def memory(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory of unset values, given back with the rest."""
+        self.others.append(host.pool().take(shape, dtype, pinned=self.pinned))
+        return self.others[-1]
+
+    def write(self, target: torch.Tensor, source: torch.Tensor):
+        """Copy a device tensor over a host tensor, in the order of the copy stream. -> event of the copy's end (or None)."""
+        self.moved.to_host += source.nbytes
+        return self._copy(target, source)
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor):
         """Copy back into a device tensor, in the order of the copy stream. -> event to wait for before it is read."""
+        self.moved.to_device += source.nbytes
+        return self._copy(target, source)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor):
         if self.stream is None:
             target.copy_(source)
             return None
@@ -362,10 +384,10 @@ class _HostCopy:
         """Give the host memory back, once the device has read it."""
         if not self.freed:
             self.freed = True
-            for tensor in (*self.stages, self.lse):
+            for tensor in (*self.stages, self.lse, *self.others):
                 if tensor is not None and tensor.numel():
                     _leaving.append((self.done, tensor))
-            self.stages, self.lse = [], None
+            self.stages, self.lse, self.others = [], None, []
             if self.done is None:
                 _give_back()
 
@@ -427,7 +449,12 @@ class _Heads(_Transit):
 
 
 class _Run:
-    """One pass over the stages. Lives for one forward or one backward."""
+    """One pass over the stages. Lives for one forward or one backward.
+
+    keep_output: whether a forward has the attention output on the device, or in its copy alone.
+    """
+
+    keep_output = True
 
     def __init__(
         self, spec: BlockSpec, schedule: HeadSchedule, weights: Projections, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -634,10 +661,11 @@ class _Run:
 
     # Forward
 
-    def forward(self, copy: _HostCopy | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> attention output [N, H, d] of the local rows, log-sum-exp [B, own heads, S]; also into `copy`."""
+    def forward(self, copy: _HostCopy | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """-> attention output [N, H, d] of the local rows (None without `keep_output`), log-sum-exp [B, own heads, S]; also into
+        `copy`."""
         spec = self.spec
-        out = self.x.new_empty(self.N, self.sched.heads, self.d)
+        out = self.x.new_empty(self.N, self.sched.heads, self.d) if self.keep_output else None
         own = self.sched.owned[spec.rank]
         lse = self.x.new_empty(self.B, len(own), self.P * self.L, dtype=self.wide)
         resident: dict = {}
@@ -673,7 +701,7 @@ class _Run:
         def finish(returned):
             stage, transit = returned
             buffer, heads = transit.arrive(), self.q_heads(stage)
-            for h, piece in zip(heads, self.pieces(buffer, heads)):
+            for h, piece in zip(heads, self.pieces(buffer, heads)) if out is not None else ():
                 finish_heads(piece, None, None, out=out[:, h.start : h.stop])
             settle()
             if copy is None:
@@ -691,7 +719,7 @@ class _Run:
 
         self.walk(prepare, compute, finish)
         settle()
-        if copy is not None:
+        if copy is not None and copy.keeps_lse:
             copy.lse, event = copy.send(lse)
             _wait(event)
         return out, lse

@@ -377,6 +377,18 @@ class HostStore:
             saved.free_slab()
         return x
 
+    def read(self, saved: Parked) -> torch.Tensor:
+        """The tensor where it lies on the host, with its shape and strides. What waits for the current stream may read it, until
+        `release`."""
+        self.finish(saved)
+        return saved.slab.memory[: saved.nbytes].view(saved.dtype).as_strided(saved.shape, saved.stride)
+
+    def release(self, saved: Parked, event: torch.cuda.Event | None) -> None:
+        """It is not needed again, and its slab is free. event: the end of the last `read`'s use."""
+        saved.slab.event, saved.slab.future = event, None
+        del self._waiting[saved.serial]
+        saved.free_slab()
+
     def holds(self, saved: Parked) -> bool:
         """Whether it can still be received."""
         return saved.serial in self._waiting

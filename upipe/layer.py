@@ -18,6 +18,9 @@ that is as wide as the hidden states (not over x, which others may hold: that wo
 again; by tiles h again, the MLP's and norm2's backward, added into the gradient; wo's gradient; the stages of attention;
 by tiles dx from [dq | dk | dv] and norm1's backward, added into the gradient. docs/layer.md says which buffer lives when.
 
+With `LayerSpec.offload` that order stays, and tensors of full width are on the host meanwhile: x (in the backward), the attention
+output, the gradient and dq, from where products and tiles read their rows, two tiles on their way at a time.
+
 Symbols as in `block`; F width of the MLP. Weights' gradients are summed over tiles in fp32.
 Source: the order of work is this library's; stages are those of Untied Ulysses, arXiv 2602.21196.
 """
@@ -28,6 +31,7 @@ import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import torch
 from torch import nn
@@ -36,9 +40,9 @@ from torch.nn.functional import linear, rms_norm
 
 from upipe import block, models, preflight, tiled, workspace
 from upipe.apply import block_spec
-from upipe.block import BlockSpec, Projections, _HostCopy, _Run, _SlabSums, _wait, product_into
+from upipe.block import BlockSpec, Moved, Norm, Projections, _HostCopy, _Run, _SlabSums, _wait, product_into
 from upipe.loss import add_product
-from upipe.offload import decoder_layers
+from upipe.offload import HostInput, OffloadError, decoder_layers, input_on_host
 from upipe.preflight import PreflightError
 from upipe.rotary import rms_norm_backward
 from upipe.schedule import HeadSchedule
@@ -62,6 +66,9 @@ class LayerSpec:
         mlp_tokens: rows of a tile of the MLP; its backward holds five of [rows, F].
         reuse_grad: write over the incoming gradient where nothing else holds it.
         counts: is told whether that was so.
+        offload: "pinned" or "pageable": while attention or the MLP runs, the input (in the backward), the attention output, the
+            gradient and dq are in host memory of that kind, and are read and written by tiles of rows. For one row a batch.
+        moved: is told the bytes that `offload` copies.
     """
 
     block: BlockSpec
@@ -71,8 +78,11 @@ class LayerSpec:
     mlp_tokens: int = MLP_TOKENS
     reuse_grad: bool = True
     counts: Counts = field(default_factory=Counts)
+    offload: Literal["none", "pinned", "pageable"] = "none"
+    moved: Moved = field(default_factory=Moved)
 
     def __post_init__(self) -> None:
+        _check_offload(self.offload)
         if self.block.dx != "gemm" or self.block.norm_width != "head":
             raise ValueError(
                 f"a whole layer takes dx=\"gemm\" and q/k norms over single heads, not dx={self.block.dx!r} and "
@@ -80,6 +90,11 @@ class LayerSpec:
             )
         if isinstance(self.mlp_tokens, bool) or not isinstance(self.mlp_tokens, int) or self.mlp_tokens < 1:
             raise ValueError(f"mlp_tokens={self.mlp_tokens!r} must be a positive number of tokens")
+
+
+def _check_offload(offload: str) -> None:
+    if offload not in ("none", "pinned", "pageable"):
+        raise PreflightError(f"offload={offload!r}: use none, pinned or pageable")
 
 
 @dataclass(frozen=True)
@@ -159,11 +174,11 @@ def decoder_layer(x: torch.Tensor, weights: LayerWeights, cos: torch.Tensor, sin
     Returns:
         [B, L, D]. Gradients of the parameters are this rank's share: summed over the group they are the whole. With B = 1
         and an incoming gradient that nothing else holds, x's gradient is in its memory; otherwise in a copy of it
-        (`spec.counts`).
+        (`spec.counts`). With `spec.offload` that memory is let go, or else kept beside.
 
     Raises:
         TypeError: x and a weight differ in dtype.
-        ValueError: parameters of another kind of layer.
+        ValueError: parameters of another kind of layer; `spec.offload` with B > 1.
         RuntimeError: a forward that is recomputed without `layer_contexts`.
     """
     flat = weights.flat()
@@ -175,6 +190,11 @@ def decoder_layer(x: torch.Tensor, weights: LayerWeights, cos: torch.Tensor, sin
     for name in ("sinks", "wqkv"):
         if getattr(weights.attention, name) is not None:
             raise ValueError(f"{name} is given: a whole layer takes separate q, k and v projections without sinks")
+    if spec.offload != "none" and x.shape[0] > 1:
+        raise ValueError(
+            f"offload={spec.offload!r} within a layer with {x.shape[0]} rows a batch: its slabs hold one row; use micro-batches of one, "
+            'or offload="none"'
+        )
     call, graph = _current.call, torch.is_grad_enabled()
     if call is None and graph and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
@@ -194,26 +214,27 @@ class _DecoderLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, spec, call, first, graph, cos, sin, x, *flat):
         to_host = spec.block.attention_output == "host"
-        copy = None
-        if call is not None and not first and block._checkpoint.peek:
-            run = _LayerRun(spec, spec.block.forward_schedule, LayerWeights.of(flat), x, cos, sin)
-            left = call.copies[0] if to_host and call.copies else None
-            with run.space.call(forward=left is None):
-                y = run.of_rows(run.finish_forward(run.attention_output(left, log_sum_exp=False)[0]))
-        elif call is not None and not first:
+        copy = source = None
+        if call is not None and not first and not block._checkpoint.peek:
             copy = call.copies.pop(0) if to_host and call.copies else None
             y = x.new_full((1,), torch.nan).expand(x.shape)
+            source = input_on_host() if spec.offload != "none" else None
         else:
-            run = _LayerRun(spec, spec.block.forward_schedule, LayerWeights.of(flat), x, cos, sin)
-            with run.space.call(forward=True):
-                copy = _HostCopy(run) if to_host and (graph or first) else None
-                out, _ = run.forward(copy)
-                y = run.finish_forward(out)
+            run = _run_of(spec, spec.block.forward_schedule, LayerWeights.of(flat), x, cos, sin)
+            peeked = call is not None and not first
+            left = call.copies[0] if peeked and to_host and call.copies else None
+            with run.space.call(forward=left is None):
+                if peeked:
+                    out = run.attention_output(left, log_sum_exp=False)[0]
+                else:
+                    copy = _HostCopy(run, moved=run.moved) if to_host and (graph or first) else None
+                    out = run.first_output(copy)
+                y = run.of_rows(run.finish_forward(out))
+            run.close()
             if first and copy is not None:
                 call.copies.append(copy)
                 copy = None
-            y = run.of_rows(y)
-        ctx.spec, ctx.copy = spec, copy
+        ctx.spec, ctx.copy, ctx.source = spec, copy, source
         ctx.save_for_backward(cos, sin, x, *flat)
         return y
 
@@ -226,13 +247,23 @@ class _DecoderLayer(torch.autograd.Function):
         with workspace.of(x.device).call(forward=False):
             # None left: a second backward of one graph, or nothing was to be kept.
             copy = ctx.copy if ctx.copy is not None and not ctx.copy.freed else None
-            out, lse = _LayerRun(spec, spec.block.forward_schedule, weights, x, cos, sin).attention_output(copy)
+            if spec.offload == "none":
+                out, lse = _LayerRun(spec, spec.block.forward_schedule, weights, x, cos, sin).attention_output(copy)
+                if copy is not None:
+                    copy.free()
+                run = _LayerRun(spec, spec.block.schedule, weights, x, cos, sin)
+                dx = run.own(grad, sole)
+            else:
+                run = _OffloadedRun(spec, spec.block.schedule, weights, x, cos, sin, ctx.source)
+                run.own(grad, sole)
+                out, lse = run.attention_output(copy)
+            grads = run.backward_in_place(out, lse, ctx.needs_input_grad[7:])
+            run.close()
+        if spec.offload != "none":
+            dx = run.dx
             if copy is not None:
                 copy.free()
-            run = _LayerRun(spec, spec.block.schedule, weights, x, cos, sin)
-            dx = run.own(grad, sole)
-            grads = run.backward_in_place(out, lse, ctx.needs_input_grad[7:])
-        if dx is None:
+        elif dx is None:
             dx = run.from_rows(run.gy)
         return *[None] * 6, dx if ctx.needs_input_grad[6] else None, *grads
 
@@ -246,21 +277,40 @@ class _LayerRun(_Run):
         self.layer, self.lw = spec, weights
         super().__init__(spec.block, schedule, weights.attention, x, cos, sin)
 
+    @property
+    def moved(self) -> Moved | None:
+        return None
+
+    def close(self) -> None:
+        """Let go of what the run has on the host."""
+
+    def streamed(self, tiles, *sources):
+        """Yield each tile of rows and those rows of every source, [T, ...], which may be written in place; `put` keeps that."""
+        for rows in tiles:
+            yield rows, *(source[rows] for source in sources)
+
+    def place_of_dx(self) -> torch.Tensor:
+        return self.gy
+
+    def put(self, target, rows: slice, tile: torch.Tensor) -> None:
+        """Keep what was written in place into some rows: a tile is a view of them."""
+
     def of_rows(self, y: torch.Tensor) -> torch.Tensor:
         """[N, D] -> [B, L, D], as a Function may return it."""
         y = self.from_rows(y)
         # With B = 1 it is a view, and autograd forbids writing in place into a view that a Function returns.
         return torch.ops.aten._unsafe_view(y, y.shape)
 
-    def normed(self, rows: slice) -> torch.Tensor:
-        """norm1(x) of some rows."""
-        return _normed(self.x[rows], self.lw.input_norm, self.layer.input_eps)
+    def normed(self):
+        """Yield tiles of rows and norm1(x) of them."""
+        for rows, x in self.streamed(self.tiles(), self.x):
+            yield rows, _normed(x, self.lw.input_norm, self.layer.input_eps)
 
     def project(self, heads: range, weight, bias) -> torch.Tensor:
         part = self.rows_of(heads)
         result = self.x.new_empty(self.N, len(heads) * self.d)
-        for rows in self.tiles():
-            result[rows] = linear(self.normed(rows), weight[part], None if bias is None else bias[part])
+        for rows, n in self.normed():
+            result[rows] = linear(n, weight[part], None if bias is None else bias[part])
         return result.view(self.N, len(heads), self.d)
 
     def product(self, role, source, weight, heads, slot, bias=None, columns=False):
@@ -270,30 +320,38 @@ class _LayerRun(_Run):
         part = self.joined(heads, weight).t()
         bias = None if bias is None else self.joined(heads, bias)
         target = buffer.view(self.dtype, self.N, part.shape[1])
-        for rows in self.tiles():
-            product_into(target[rows], self.normed(rows), part, bias)
+        for rows, n in self.normed():
+            product_into(target[rows], n, part, bias)
+            del n
         return buffer
 
     def mlp_tiles(self):
         step = self.layer.mlp_tokens
         return (slice(i, min(i + step, self.N)) for i in range(0, self.N, step))
 
-    def residual(self, rows: slice, out: torch.Tensor) -> torch.Tensor:
-        """h = x + o_proj(attention output) of some rows."""
-        source, weight = out[rows].view(-1, self.sched.heads * self.d), self.w.wo.t()
+    def residual(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """h = x + o_proj(attention output) of some rows: x [T, D], out [T, H, d] or [T, H*d]."""
+        source, weight = out.view(-1, self.sched.heads * self.d), self.w.wo.t()
         if self.w.bo is None:
-            return torch.addmm(self.x[rows], source, weight)
-        return torch.addmm(self.w.bo, source, weight).add_(self.x[rows])  # the bias first: see block.product_into
+            return torch.addmm(x, source, weight)
+        return torch.addmm(self.w.bo, source, weight).add_(x)  # the bias first: see block.product_into
 
     # Forward
 
-    def finish_forward(self, out: torch.Tensor) -> torch.Tensor:
-        """y [N, D] of the attention output [N, H, d]; over it where it has just the size."""
+    def first_output(self, copy: _HostCopy | None):
+        """The attention output of a first forward, also in `copy`."""
+        return self.forward(copy)[0]
+
+    def place_of_result(self, out) -> torch.Tensor:
+        """Where y [N, D] goes: over the attention output [N, H, d] where that has just the size."""
+        return out.view(self.N, self.D) if out[0].numel() == self.D else out.new_empty(self.N, self.D)
+
+    def finish_forward(self, out) -> torch.Tensor:
+        """y [N, D] of the attention output."""
         self.space.release_idle()
-        w = self.lw
-        y = out.view(self.N, self.D) if out[0].numel() == self.D else out.new_empty(self.N, self.D)
-        for rows in self.mlp_tiles():
-            h = self.residual(rows, out)
+        w, y = self.lw, self.place_of_result(out)
+        for rows, x, part in self.streamed(self.mlp_tiles(), self.x, out):
+            h = self.residual(x, part)
             n = _normed(h, w.post_norm, self.layer.post_eps)
             wide = self.layer.act(linear(n, w.gate, w.b_gate))
             wide *= linear(n, w.up, w.b_up)
@@ -358,14 +416,11 @@ class _LayerRun(_Run):
         self.result = dict.fromkeys(self.need)
         self._mlp_backward(out)
         # From here on gy is the gradient of h.
-        if self.need["bo"]:
-            self.result["bo"] = self.gy.sum(0, dtype=self.wide).to(self.dtype)
-        if self.need["wo"]:
-            self.result["wo"] = self.gy.t() @ out.view(self.N, -1)
+        self.output_projection_backward(out)
         for name in ("q_norm", "k_norm"):
             if self.need[name]:
                 self.result[name] = torch.zeros_like(getattr(self.w, name), dtype=self.wide)
-        sums = _LayerSums(self, out)
+        sums = self.stage_sums(out)
         self._walk_back(out, lse, None, sums)
         self.space.release_idle()
         sums.finish()
@@ -374,6 +429,21 @@ class _LayerRun(_Run):
             if self.result[name] is not None:
                 self.result[name] = self.result[name].to(self.dtype)
         return list(self.result.values())
+
+    def output_projection_backward(self, out: torch.Tensor) -> None:
+        """Gradients of wo and bo, at full width."""
+        if self.need["bo"]:
+            self.result["bo"] = self.gy.sum(0, dtype=self.wide).to(self.dtype)
+        if self.need["wo"]:
+            self.result["wo"] = self.gy.t() @ out.view(self.N, -1)
+
+    def stage_sums(self, out) -> _LayerSums:
+        return _LayerSums(self, out)
+
+    mlp_sums = ("post_norm", "gate", "up", "down", "b_gate", "b_up", "b_down")
+
+    def mlp_tile_done(self, rows: slice, g: torch.Tensor, out: torch.Tensor, sums: dict[str, torch.Tensor]) -> None:
+        """g [T, D] is the gradient of h now, out [T, H*d] those rows of the attention output."""
 
     def _sums(self, *names: str) -> dict[str, torch.Tensor]:
         """fp32 (fp64) sums of the gradients that are needed; `_rounded` puts them into `result`."""
@@ -386,7 +456,7 @@ class _LayerRun(_Run):
 
     def _mlp_backward(self, out: torch.Tensor) -> None:
         w, spec = self.lw, self.layer
-        sums = self._sums("post_norm", "gate", "up", "down", "b_gate", "b_up", "b_down")
+        sums = self._sums(*self.mlp_sums)
 
         def add(name: str, grad: torch.Tensor, source: torch.Tensor) -> None:
             if name in sums:
@@ -394,9 +464,8 @@ class _LayerRun(_Run):
             if f"b_{name}" in sums:
                 sums[f"b_{name}"] += grad.sum(0, dtype=self.wide)
 
-        for rows in self.mlp_tiles():
-            g = self.gy[rows]
-            h = self.residual(rows, out)
+        for rows, g, x, part in self.streamed(self.mlp_tiles(), self.gy, self.x, out):
+            h = self.residual(x, part)
             n = _normed(h, w.post_norm, spec.post_eps)
             gate, up = linear(n, w.gate, w.b_gate).requires_grad_(), linear(n, w.up, w.b_up)
             with torch.enable_grad():
@@ -416,6 +485,7 @@ class _LayerRun(_Run):
             del d_up, d_gate
             self._add_norm_backward(g, dn, h, w.post_norm, spec.post_eps, sums.get("post_norm"))
             del h, dn
+            self.mlp_tile_done(rows, g, part, sums)
         self._rounded(sums)
 
     @staticmethod
@@ -446,26 +516,25 @@ class _LayerSums(_SlabSums):
         columns = {"q": slice(0, H * d), "k": slice(H * d, (H + K) * d), "v": slice((H + K) * d, (H + 2 * K) * d)}
         sums = run._sums("input_norm", "wq", "wk", "wv", "bq", "bk", "bv")
         stacked = torch.cat((run.wq, run.wk, run.wv))
-        dq = self.dq.view(run.N, H * d)
-        tile = dq.new_empty(min(block.ROW_TILE, run.N), len(stacked))
-        for rows in run.tiles():
+        dx = run.place_of_dx()
+        tile = run.x.new_empty(min(block.ROW_TILE, run.N), len(stacked))
+        for rows, g, x, q in run.streamed(run.tiles(), run.gy, run.x, self.dq):
             part = tile[: rows.stop - rows.start]
-            part[:, columns["q"]] = dq[rows]
+            part[:, columns["q"]] = q.view(-1, H * d)
             for name, slabs in self.kv.items():
                 heads = part[:, columns[name]].view(-1, K, d)
                 for kv, parts in slabs.items():
                     # Several where a kv head is on several ranks.
                     heads[:, kv] = parts[0][rows] if len(parts) == 1 else sum(p[rows].to(run.wide) for p in parts)
-            n = run.normed(rows)
+            n = _normed(x, lw.input_norm, run.layer.input_eps)
             for name, span in columns.items():
                 if f"w{name}" in sums:
                     add_product(sums[f"w{name}"], part[:, span], n)
                 if f"b{name}" in sums:
                     sums[f"b{name}"] += part[:, span].sum(0, dtype=run.wide)
             del n
-            run._add_norm_backward(
-                run.gy[rows], part @ stacked, run.x[rows], lw.input_norm, run.layer.input_eps, sums.get("input_norm")
-            )
+            run._add_norm_backward(g, part @ stacked, x, lw.input_norm, run.layer.input_eps, sums.get("input_norm"))
+            run.put(dx, rows, g)
         for slab in self.slabs:
             run.space.give(slab)
         self.kv.clear()
@@ -473,16 +542,257 @@ class _LayerSums(_SlabSums):
         run._rounded(sums)
 
 
+class _OnHost:
+    """A tensor [N, width] on the host in pieces side by side: [(columns, [N, len(columns)])]."""
+
+    def __init__(self, width: int, pieces: list[tuple[slice, torch.Tensor]]) -> None:
+        self.width, self.pieces = width, [(columns, piece) for columns, piece in pieces if columns.stop > columns.start]
+
+
+class _OffloadedRun(_LayerRun):
+    """The same with x (in the backward), the attention output, the gradient and dq on the host, read and written by tiles of rows.
+
+    Every stage of the attention output is a slab of its own, of the width of a backward's stages also in the forward, and dq of a
+    stage takes its place there.
+
+    Args:
+        source: x on the host, and `x` a tensor of its shape alone; None: `x` has the values.
+    """
+
+    keep_output = False
+    mlp_sums = (*_LayerRun.mlp_sums, "wo", "bo")
+
+    def __init__(self, spec, schedule, weights, x, cos, sin, source: HostInput | None = None) -> None:
+        super().__init__(spec, schedule, weights, x, cos, sin)
+        self.slabs = self.new_slabs()
+        self.stages: _HostCopy | None = None
+        self.source = source
+        if source is not None:
+            self.rows_of_x = _OnHost(self.D, [(slice(0, self.D), source.tensor.view(self.N, self.D))])
+        self.dx: torch.Tensor | None = None
+
+    @property
+    def moved(self) -> Moved:
+        return self.layer.moved
+
+    def new_slabs(self) -> _HostCopy:
+        return _HostCopy(self, self.layer.offload == "pinned", self.layer.moved, keeps_lse=False)
+
+    def close(self) -> None:
+        # All copies are on one stream, those of the first forward's slabs too.
+        if self.source is not None:
+            self.source.done = self.slabs.done
+        if self.stages is not None:
+            self.stages.done = self.slabs.done
+        self.slabs.free()
+
+    # Rows
+
+    def streamed(self, tiles, *sources):
+        tiles = list(tiles)
+        most = max((rows.stop - rows.start for rows in tiles), default=0)
+        sources = [self.rows_of_x if source is self.x and self.source is not None else source for source in sources]
+        landing = [[self.landing(most, source) for source in sources] for _ in tiles[:2]]
+        coming = self.start(tiles[0], sources, landing[0])
+        for i, rows in enumerate(tiles):
+            here = coming
+            # The buffers that these go to were last read, and written to the host, for the tile before this one.
+            coming = self.start(tiles[i + 1], sources, landing[(i + 1) % 2]) if i + 1 < len(tiles) else None
+            yield rows, *(self.arrived(rows, source, *landed) for source, landed in zip(sources, here))
+            del here
+        # What was written to the host must be read before its memory here serves anything else.
+        _wait(self.slabs.done)
+
+    def landing(self, rows: int, source) -> torch.Tensor | None:
+        return self.x.new_empty(rows * source.width) if isinstance(source, _OnHost) else None
+
+    def start(self, rows: slice, sources, landing) -> list:
+        """Bring some rows of every source on their way: ([pieces of [T, columns]], event) of each."""
+        found = []
+        for source, memory in zip(sources, landing):
+            parts, at, event, n = [], 0, None, rows.stop - rows.start
+            for columns, piece in source.pieces if memory is not None else ():
+                wide = columns.stop - columns.start
+                target = memory[at : at + n * wide].view(n, wide)
+                event = self.slabs.fetch(target, piece[rows])
+                parts.append((columns, target))
+                at += n * wide
+            found.append((parts, event))
+        return found
+
+    def arrived(self, rows: slice, source, parts, event) -> torch.Tensor:
+        if not isinstance(source, _OnHost):
+            return source[rows]
+        _wait(event)
+        if len(parts) == 1:
+            return parts[0][1]
+        tile = parts[0][1].new_empty(rows.stop - rows.start, source.width)
+        for columns, part in parts:
+            tile[:, columns] = part
+        return tile
+
+    def put(self, target, rows: slice, tile: torch.Tensor) -> None:
+        if isinstance(target, _OnHost):
+            ((_, whole),) = target.pieces
+            self.slabs.write(whole[rows], tile)
+        else:
+            target[rows] = tile
+
+    def product(self, role, source, weight, heads, slot, bias=None, columns=False):
+        if source is not self.gy_rows:
+            return super().product(role, source, weight, heads, slot, bias, columns)
+        buffer = self.take(role, slot)
+        part = self.joined(heads, weight, 1) if columns else self.joined(heads, weight).t()
+        target = buffer.view(self.dtype, self.N, part.shape[1])
+        for rows, g in self.streamed(self.tiles(), source):
+            product_into(target[rows], g, part, bias)
+        return buffer
+
+    # Forward
+
+    def first_output(self, copy: _HostCopy | None) -> _OnHost:
+        """Into `copy`, which outlives the call, or into slabs of the call."""
+        self.stages = self.slabs if copy is None else copy
+        self.forward(self.stages)
+        return self.output_rows()
+
+    def output_rows(self) -> _OnHost:
+        """The stages' slabs side by side."""
+        pieces = []
+        for stage, slab in enumerate(self.stages.stages):
+            at = 0
+            for h in self.q_heads(stage):
+                wide = len(h) * self.d
+                pieces.append((self.rows_of(h), slab[at : at + self.N * wide].view(self.N, wide)))
+                at += self.N * wide
+        return _OnHost(self.sched.heads * self.d, pieces)
+
+    def place_of_result(self, out) -> torch.Tensor:
+        return self.x.new_empty(self.N, self.D)
+
+    # Backward
+
+    gy_rows: _OnHost | None = None
+
+    def own(self, grad: torch.Tensor, sole: bool) -> None:
+        """The incoming gradient to the host; its memory here is let go where nothing else holds it."""
+        slab = self.slabs.memory(self.N, self.D, dtype=self.dtype)
+        rows = grad.reshape(self.N, self.D)
+        _wait(self.slabs.write(slab, rows))
+        del rows
+        if sole and not grad._is_view():
+            self.layer.counts.reused += 1
+            grad.data = grad.new_empty(0)
+        else:
+            self.layer.counts.copied += 1
+        self.gy = self.gy_rows = _OnHost(self.D, [(slice(0, self.D), slab)])
+
+    def place_of_dx(self) -> torch.Tensor:
+        self.dx = self.x.new_empty(1, self.L, self.D)
+        return self.dx.view(self.N, self.D)
+
+    def attention_output(self, copy: _HostCopy | None, log_sum_exp: bool = True) -> tuple[_OnHost, torch.Tensor | None]:
+        """Computed again into slabs of the call, or as it lies in `copy`, whose slabs become the call's."""
+        self.stages, lse = copy or self.slabs, None
+        if copy is None:
+            lse = self.forward(self.slabs)[1]
+        elif log_sum_exp:
+            lse = torch.empty(copy.lse.shape, dtype=copy.lse.dtype, device=self.x.device)
+            _wait(copy.fetch(lse, copy.lse))
+        self.space.release_idle()
+        return self.output_rows(), lse
+
+    def output_projection_backward(self, out: _OnHost) -> None:
+        """Done by the MLP's tiles, while the attention output's rows are here."""
+
+    def mlp_tile_done(self, rows, g, out, sums) -> None:
+        if "wo" in sums:
+            add_product(sums["wo"], g, out)
+        if "bo" in sums:
+            sums["bo"] += g.sum(0, dtype=self.wide)
+        self.put(self.gy, rows, g)
+
+    def stage_sums(self, out: _OnHost) -> _LayerSums:
+        return _OffloadedSums(self, out)
+
+    def _load_output(self, stage, buffer, out, copy) -> None:
+        slab = self.stages.stages[stage]
+        _wait(self.slabs.fetch(buffer.view(self.dtype, slab.numel()), slab))
+
+    def unfinish(self, heads, pieces, norm, weight, bias, norm_grad, targets) -> None:
+        if not isinstance(norm, Norm):
+            super().unfinish(heads, pieces, norm, weight, bias, norm_grad, targets)
+            return
+        # By tiles, so that x comes once for the heads of all ranks.
+        for rows, n in self.normed():
+            for h, piece, target in zip(heads, pieces, targets):
+                if h:
+                    part = self.rows_of(h)
+                    raw = linear(n, weight[part], None if bias is None else bias[part]).view(-1, len(h), self.d)
+                    block.unfinish_heads(
+                        piece[rows], self.cos[rows], self.sin[rows], out=target[rows], raw=raw, weight=norm.weight, eps=norm.eps,
+                        weight_grad=norm_grad,
+                    )  # fmt: skip
+
+
+class _OffloadedSums(_LayerSums):
+    """dq of a stage goes to the host, over the stage's attention output."""
+
+    def __init__(self, run: _OffloadedRun, out: _OnHost) -> None:
+        super().__init__(run, out)
+        self.places = {columns.start: piece for columns, piece in out.pieces}
+
+    def add_q(self, heads, pieces) -> None:
+        run = self.run
+        run.unfinish(heads, pieces, run.q_norm, run.wq, run.w.bq, run.result["q_norm"], pieces)
+        for h, piece in zip(heads, pieces):
+            if h:
+                run.slabs.write(self.places[h.start * run.d], piece.view(run.N, -1))
+        _wait(run.slabs.done)
+
+
+def moved_bytes(
+    schedule: HeadSchedule, rows: int, hidden: int, head_dim: int, itemsize: int, *, norm: bool, on_host: bool, first_of_pair: bool = False,
+) -> Moved:  # fmt: skip
+    """What `LayerSpec.offload` copies for one layer in a step, its input on the host in the backward.
+
+    Args:
+        rows, hidden, itemsize: N and D of x, bytes an element.
+        norm: whether q and k are normed, for which x is read again. on_host: whether the attention output is kept there
+            (`attention_output: host`). first_of_pair: whether the forward runs once more for the pair's second layer.
+    """
+    x, out = rows * hidden * itemsize, rows * schedule.heads * head_dim * itemsize
+    lse = 4 * rows * schedule.ranks * len(schedule.owned[0]) * on_host
+    arriving, leaving = (
+        sum(any(getattr(entry, name) for entry in row) for row in schedule.table) for name in ("kv_arriving", "kv_leaving")
+    )
+    stages = len(schedule.table)
+    walk = stages + 2 * arriving
+    again = walk * (not on_host)
+    return Moved(
+        # Attention output, once more where it is made again; the gradient, twice; dq.
+        to_host=out * (2 + (1 + first_of_pair) * (not on_host)) + 2 * x + lse,
+        # x in each walk over the stages and for the norms; the gradient in one; both in the MLP's tiles and in those of rows.
+        to_device=x * (again + walk + norm * (stages + leaving) + stages + 4) + out * (4 + first_of_pair) + lse,
+    )
+
+
+def _run_of(spec: LayerSpec, schedule: HeadSchedule, *tensors) -> _LayerRun:
+    """A forward's run; an offloaded one has the stages of its backward."""
+    return _LayerRun(spec, schedule, *tensors) if spec.offload == "none" else _OffloadedRun(spec, spec.block.schedule, *tensors)
+
+
 @dataclass(frozen=True)
 class FusedLayersConfig:
     """Settings of `apply_fused_layers`.
 
     Args:
-        mlp_tokens, reuse_grad: see `LayerSpec`.
+        mlp_tokens, reuse_grad, offload: see `LayerSpec`.
     """
 
     mlp_tokens: int = MLP_TOKENS
     reuse_grad: bool = True
+    offload: Literal["none", "pinned", "pageable"] = "none"
 
 
 class FusedLayers:
@@ -492,11 +802,12 @@ class FusedLayers:
         layers: how many.
         left: layers that were left alone, a line each with the reason.
         counts: backward passes in the incoming gradient's memory, and those in a copy.
+        moved: bytes that `config.offload` copied, since it was put on or `end_step`.
     """
 
     def __init__(self, model: nn.Module, config: FusedLayersConfig) -> None:
         self.model, self.config = model, config
-        self.layers, self.left, self.counts = 0, [], Counts()
+        self.layers, self.left, self.counts, self.moved = 0, [], Counts(), Moved()
         self._patched: list[nn.Module] = []
 
     def __deepcopy__(self, memo):
@@ -509,7 +820,27 @@ class FusedLayers:
             f"{self.layers} decoder layers as one function each, MLP in tiles of {self.config.mlp_tokens} tokens; gradients in "
             f"place {c.reused} times, {c.copied} times in a copy"
         ]
+        if self.config.offload != "none":
+            lines.append(
+                f"working tensors in {self.config.offload} host memory: {self.moved.to_host / 2**30:.2f} GiB to the host since the last "
+                f"step, {self.moved.to_device / 2**30:.2f} back"
+            )
         return "\n".join(lines + [f"left alone: {line}" for line in self.left])
+
+    def end_step(self) -> Moved:
+        """What `config.offload` moved since the last call, and a new count.
+
+        Raises:
+            OffloadError: nothing was.
+        """
+        moved = Moved(self.moved.to_host, self.moved.to_device)
+        self.moved.to_host = self.moved.to_device = 0
+        if self.config.offload != "none" and 0 in (moved.to_host, moved.to_device):
+            raise OffloadError(
+                f"offload={self.config.offload} within {self.layers} layers moved {moved.to_host} bytes to the host and {moved.to_device} "
+                'back in this step: run forward and backward of the sharded model in train mode, or use offload="none"'
+            )
+        return moved
 
     def remove(self) -> None:
         """Make the layers plain again.
@@ -550,6 +881,7 @@ def apply_fused_layers(model: nn.Module, handle, config: FusedLayersConfig | Non
     config = FusedLayersConfig() if config is None else config
     preflight.check_arguments(model, config, FusedLayersConfig)
     tiled._check_tokens("mlp_tokens", config.mlp_tokens)
+    _check_offload(config.offload)
     if getattr(handle, "model", None) is not model:
         raise PreflightError("handle is not that of upipe.apply on this model: give what upipe.apply(model, ...) returned")
     if hasattr(handle, "method"):
@@ -572,6 +904,11 @@ def apply_fused_layers(model: nn.Module, handle, config: FusedLayersConfig | Non
             continue
         _check_parts(f"layer {i}", layer)
         found.append((layer, architecture))
+    if config.offload != "none" and fused.left:
+        raise PreflightError(
+            f"offload={config.offload!r} within layers, of which {len(fused.left)} cannot be fused ({fused.left[0]}) and would read an "
+            'input that is not on the device: use offload="none"'
+        )
     if not found:
         raise PreflightError(f"{type(model).__name__} has no layer to fuse: {', '.join(_class_names())} are served")
     subclasses: dict[type, type] = {}
@@ -663,6 +1000,8 @@ def _layer_forward(plain: Callable, architecture: models.Architecture) -> Callab
             mlp_tokens=fused.config.mlp_tokens,
             reuse_grad=fused.config.reuse_grad,
             counts=fused.counts,
+            offload=fused.config.offload,
+            moved=fused.moved,
         )
         return decoder_layer(hidden_states, weights_of(self, architecture), cos, sin, spec)
 

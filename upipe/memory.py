@@ -84,6 +84,11 @@ class MemoryConfig:
     estimated; 0 where all layers are in pairs. pinned_fallback: go on pageable where page-locked memory runs out, rather than
     fail. prefetch: fetch the next input while a layer's backward runs, for one more u.
 
+    offload_within_layer: while a fused layer runs, its working tensors as wide as the hidden states (in the backward its input, the
+    incoming gradient and dq; the attention output) are on the host too, as `offload` says, and come by tiles of rows: about 3 u less
+    on the device, for copies that are waited for, some 30 u a layer and step at 8 ranks. All inputs go to the host then. Needs
+    fused_layers, offload: pinned or pageable, prefetch: false and one row a batch.
+
     store_every: 2: one stored input serves a pair of layers, for lengths at which the host cannot hold every layer's. It saves u of
     host memory a pair, and costs one more forward of the pair's first layer: without attention where that layer's attention output
     is on the host (`upipe.attention_output_layers`: there first). Bits of gradients stay. pairs: of so many pairs, from the first
@@ -108,6 +113,7 @@ class MemoryConfig:
     pairs: int | None = None
     pinned_fallback: bool = False
     prefetch: bool = True
+    offload_within_layer: bool = False
     optimizer: Literal["device", "cpu"] = "device"
     reduce_bucket_parameters: int | None = None
     prefetch_parameters: int | None = None
@@ -216,6 +222,25 @@ def check(run: Any) -> None:
             f"memory.fused_layers=true with memory.offload={memory.offload}, upipe.dx={upipe.dx}: a fused layer needs the checkpointing "
             "of memory.offload: auto, pinned or pageable, and writes dx over the incoming gradient, which is upipe.dx: gemm"
         )
+    if memory.offload_within_layer:
+        wrong = [
+            f"{name}={value}"
+            for name, value, works in (
+                ("memory.fused_layers", memory.fused_layers, (True,)),
+                ("memory.offload", memory.offload, ("pinned", "pageable")),
+                ("memory.keep_layers_on_gpu", memory.keep_layers_on_gpu, (0, "auto")),
+                ("memory.prefetch", memory.prefetch, (False,)),
+                ("memory.pinned_fallback", memory.pinned_fallback, (False,)),
+                ("train.micro_batch_size", train.micro_batch_size, (1,)),
+            )
+            if value not in works
+        ]
+        if wrong:
+            raise ValueError(
+                f"memory.offload_within_layer=true with {', '.join(wrong)}: a fused layer reads its input from the host, by rows of one "
+                "sequence; use memory.fused_layers: true, offload: pinned or pageable, keep_layers_on_gpu: 0, prefetch: false, "
+                "pinned_fallback: false and train.micro_batch_size: 1"
+            )
     if memory.keep_layers_on_gpu != "auto" and memory.offload in ("none", "auto"):
         raise ValueError(
             f"memory.keep_layers_on_gpu={memory.keep_layers_on_gpu} with memory.offload={memory.offload}: "
@@ -260,6 +285,7 @@ class Plan:
     fused: FusedLayersConfig | None = None
     attention_layers: int = 0
     pairs: int = 0
+    working_bytes: int = 0
 
     @property
     def kept_layers(self) -> int:
@@ -281,6 +307,8 @@ class Plan:
         if self.attention_layers:
             each = self.attention_bytes / self.attention_layers / GIB
             saved += f"; attention outputs of {self.attention_layers} of {self.layers} layers there too, {each:.3g} GiB each"
+        if self.working_bytes:
+            saved += f"; a layer's working tensors too, {self.working_bytes / GIB:.3g} GiB"
         preset = "" if self.preset == "none" else f"preset {self.preset}; "
         return f"{preset}{saved}; {self.host_bytes / GIB:.3g} GiB of host memory a rank"
 
@@ -325,27 +353,35 @@ def make_plan(
             keep = estimate_kept(run, input_bytes, sizes, world, device_bytes)
             mode = "pinned" if keep < sizes.layers else "none"
         checkpointing = CheckpointConfig(
-            mode, "auto" if mode == "none" else keep, pinned_fallback=memory.pinned_fallback, prefetch=memory.prefetch, pairs=pairs
-        )
+            mode, "auto" if mode == "none" else keep, pinned_fallback=memory.pinned_fallback, prefetch=memory.prefetch, pairs=pairs,
+            leave_on_host=memory.offload_within_layer,
+        )  # fmt: skip
         sent = checkpointing.sent(sizes.layers)
     # A layer that is checkpointed keeps its chunks during its own backward alone.
     alive = sizes.layers if run.model.checkpointing == "none" else 1
     chunks = alive * methods.host_bytes(methods.of(run.method), rows, sizes.attention_width, sizes.heads, itemsize)
     states = 12 * sizes.parameters // world if memory.optimizer == "cpu" else 0
-    fused = FusedLayersConfig(memory.mlp_tokens or FusedLayersConfig.mlp_tokens, memory.reuse_grad) if memory.fused_layers else None
+    within, fused, working = memory.offload if memory.offload_within_layer else "none", None, 0
+    if memory.fused_layers:
+        fused = FusedLayersConfig(memory.mlp_tokens or FusedLayersConfig.mlp_tokens, memory.reuse_grad, within)
     each = rows * (sizes.attention_width * itemsize + sizes.heads * 4)
+    if memory.offload_within_layer:
+        # The gradient; the attention output, then dq; the input of a pair's second layer.
+        working = input_bytes * (1 + (pairs > 0)) + rows * sizes.attention_width * itemsize
     # DeepSpeed's optimizer on the host has fp32 gradients beside its states.
-    left = (host_bytes - system_bytes(host_bytes, local_ranks)) // local_ranks - sent * input_bytes - chunks - states * 16 // 12
+    left = (host_bytes - system_bytes(host_bytes, local_ranks)) // local_ranks - sent * input_bytes - chunks - working
+    left -= states * 16 // 12
     outputs = _attention_layers(upipe, sizes.layers, left // each)
     attention = outputs * each
-    on_host = sent * input_bytes + attention + chunks + states
+    on_host = sent * input_bytes + attention + chunks + working + states
     plan = Plan(
-        tiling, checkpointing, sizes.layers, sent, input_bytes, attention, on_host, memory.preset, fused, outputs, pairs
+        tiling, checkpointing, sizes.layers, sent, input_bytes, attention, on_host, memory.preset, fused, outputs, pairs, working
     )  # fmt: skip
     if refuse and plan.host_bytes * local_ranks > host_bytes:
         parts = (
             (sent * input_bytes, f"{sent} layer inputs of {input_bytes / GIB:.2f} GiB", _fewer_inputs(pairs, sizes.layers)),
             (attention, f"attention outputs of {attention / GIB:.2f} GiB", "attention_output_layers: auto"),
+            (working, f"working tensors of a layer of {working / GIB:.2f} GiB", "offload_within_layer: false"),
             (chunks, f"attention's chunks of up to {chunks / GIB:.2f} GiB", "another method"),
             (states, f"optimizer states of {states / GIB:.2f} GiB", "optimizer: device"),
         )
@@ -417,13 +453,17 @@ class Stack:
         self.plan, self.handle, self.tiling, self.fused, self.checkpointing = plan, handle, tiling, fused, checkpointing
 
     def end_step(self) -> dict[str, float]:
-        """To be called after every optimizer step. Of this rank in GiB: what was sent to the host in the step (to_host_gib), and
-        what it holds there, all of it and page-locked (host_gib, host_pinned_gib); nothing where nothing is on the host.
+        """To be called after every optimizer step. Of this rank in GiB: what was sent to the host in the step (to_host_gib), what
+        layers moved while they ran (within_layers_to_host_gib, within_layers_to_device_gib; with `offload_within_layer`), and what it
+        holds there, all of it and page-locked (host_gib, host_pinned_gib); nothing where nothing is on the host.
 
         Raises:
             OffloadError: layers were to be sent, and nothing was.
         """
         numbers = {} if self.checkpointing is None else {"to_host_gib": self.checkpointing.end_step().bytes_to_host / GIB}
+        if self.plan.fused is not None and self.plan.fused.offload != "none":
+            moved = self.fused.end_step()
+            numbers |= {"within_layers_to_host_gib": moved.to_host / GIB, "within_layers_to_device_gib": moved.to_device / GIB}
         if not self.plan.sent_layers and not host_layers(self.handle.config, self.plan.layers):
             return {}
         return numbers | {"host_gib": host.pool().held_bytes / GIB, "host_pinned_gib": host.pool().pinned_bytes / GIB}

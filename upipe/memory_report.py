@@ -803,8 +803,9 @@ def host_memory(
     """This process's memory on the host now, in bytes, by what for. "of it pinned" rows repeat a part of the row before.
 
     saved inputs: slabs and staging of `offload`. attention outputs: the rest of `host.pool()`, in use or kept for the next
-    step. states: the engine's tensors on the CPU where it computes elsewhere (`offload_optimizer`). torch's pinned memory:
-    blocks of torch's own allocator, rounded up by it. other: the rest of the resident set (on the CPU all tensors too);
+    step; working tensors of `memory.offload_within_layer` among it. states: the engine's tensors on the CPU where it computes
+    elsewhere (`offload_optimizer`). torch's pinned memory: blocks of torch's own allocator, rounded up by it. other: the rest of
+    the resident set (on the CPU all tensors too);
     below zero where memory that is held was never touched.
     """
     device = _device_of(engine, device)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -62,6 +63,9 @@ class CheckpointConfig:
             needed, which at 55 GB/s costs 20 ms a GiB and layer.
         preserve_rng: replay the random state in the recompute. "auto": for layers with dropout.
         staging_mib, staging_chunks: the page-locked ring of each direction under "pageable": chunks of so many MiB.
+        leave_on_host: an input that was sent is not fetched: the layer that is run again gets a tensor of its shape alone, and reads
+            it from the host (`input_on_host`), as fused layers with an offload of their own do. All stored inputs are sent, none is
+            prefetched, and what is made again for the second layer of a pair goes to the host too.
     """
 
     offload: Literal["none", "pinned", "pageable"] = "none"
@@ -72,8 +76,15 @@ class CheckpointConfig:
     staging_mib: int = 64
     staging_chunks: int = 3
     pairs: int = 0
+    leave_on_host: bool = False
 
     def __post_init__(self):
+        if self.leave_on_host and (self.offload == "none" or self.prefetch or self.keep_layers_on_gpu not in (0, "auto")):
+            raise ValueError(
+                f"leave_on_host=True with offload={self.offload!r}, keep_layers_on_gpu={self.keep_layers_on_gpu!r}, "
+                f"prefetch={self.prefetch}: every input is to be on the host alone; use offload=\"pinned\" or \"pageable\", "
+                "keep_layers_on_gpu=0, prefetch=False"
+            )
         for name, allowed in (("offload", ("none", "pinned", "pageable")), ("preserve_rng", (True, False, "auto"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}")
@@ -94,7 +105,7 @@ class CheckpointConfig:
         stored = len(self.stored(layers))
         if self.offload == "none":
             return stored
-        auto = 0 if 2 * self.pairs == layers else 1
+        auto = 0 if 2 * self.pairs == layers or self.leave_on_host else 1
         return min(stored, auto if self.keep_layers_on_gpu == "auto" else self.keep_layers_on_gpu)
 
     def sent(self, layers: int) -> int:
@@ -120,7 +131,8 @@ class StepReport:
         offload: where inputs were sent at the end of the step: "pageable" after a fallback.
         layer_calls: checkpointed layer calls; kept_calls: those whose input stayed on the device; paired_calls: those whose input
             was not kept, but made again from the layer before.
-        bytes_to_host, bytes_to_device: moved. Equal where every call had its backward, but what serves a pair comes back twice.
+        bytes_to_host, bytes_to_device: moved. Equal where every call had its backward, but what serves a pair comes back twice. Under
+            `leave_on_host` a layer's own reads are not among them (`FusedLayers.moved`).
         host_bytes: held on the host now, slabs and staging; pinned_bytes: the page-locked part of them.
         waiting: sent inputs whose backward has not come yet.
         gradients_shared: incoming gradients that something else held too, so that the layer's backward could not free them
@@ -137,6 +149,41 @@ class StepReport:
     pinned_bytes: int
     waiting: int
     gradients_shared: int
+
+
+class HostInput:
+    """A layer's input where it lies on the host, for the layer that runs again.
+
+    tensor: [B, L, D]. taken: whether the layer asked for it. done: set by the layer, the end of its last read.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.taken = tensor, False
+        self.done: torch.cuda.Event | None = None
+
+
+class _Given(threading.local):
+    input: HostInput | None = None
+
+
+_given = _Given()
+
+
+def input_on_host() -> HostInput | None:
+    """The input of the layer that runs again now, under `CheckpointConfig.leave_on_host`: the one it is called with has no values."""
+    if _given.input is not None:
+        _given.input.taken = True
+    return _given.input
+
+
+@contextmanager
+def giving(given: HostInput | None):
+    """`input_on_host` inside."""
+    before, _given.input = _given.input, given
+    try:
+        yield
+    finally:
+        _given.input = before
 
 
 class _Call:
@@ -226,7 +273,14 @@ class _Checkpointed(torch.autograd.Function):
         ctx.call = None  # a loss that is kept alive must not keep masks and angles alive
         shared = _shared(gradients)
         handle = call.handle
-        if call.pair is not None:
+        parked = given = None
+        if handle.config.leave_on_host:
+            parked = call.saved if call.pair is None else handle._sent_again(call.pair.output_again())
+            if not handle._store.holds(parked):
+                raise RuntimeError(_GONE)
+            given = HostInput(handle._store.read(parked))
+            x = torch.full((1,), torch.nan, dtype=parked.dtype, device=parked.device).expand(parked.shape)
+        elif call.pair is not None:
             x = call.pair.output_again()
         else:
             x = ctx.saved_tensors[0] if call.saved is None else handle._store.receive(call.saved)
@@ -235,13 +289,21 @@ class _Checkpointed(torch.autograd.Function):
             handle._store.prefetch(call.serial)
         # Always differentiated by its input: ZeRO-3 releases a module's parameters when its input's gradient comes.
         x = x.detach().requires_grad_()
-        outputs = call.run_again(x)
+        with giving(given):
+            outputs = call.run_again(x)
+        if given is not None and not given.taken:
+            raise OffloadError(
+                f"{type(call.layer).__name__} did not read its input from the host, where leave_on_host=True leaves it: that is for "
+                "layers of upipe.layer.apply_fused_layers with an offload; set it to False"
+            )
         outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
         wanted = [
             (i, output) for i, output in enumerate(outputs)
             if isinstance(output, torch.Tensor) and output.requires_grad and gradients[i] is not None
         ]  # fmt: skip
         if not wanted:
+            if parked is not None:
+                handle._store.release(parked, given.done)
             return None, None, None
         # The gradients are taken out of the tensors that the engine holds while this function runs, and handed to the graph
         # of the layer as its only holder: it frees them, or adds to them in place, when it has used them.
@@ -251,6 +313,8 @@ class _Checkpointed(torch.autograd.Function):
             root = get_gradient_edge(_Root.apply(box, *(output for _, output in wanted)))
         del outputs, wanted, gradients, box
         _backward(root, x.device)
+        if parked is not None:
+            handle._store.release(parked, given.done)
         return None, x.grad if ctx.needs_input_grad[1] else None, None
 
 
@@ -457,6 +521,12 @@ class Checkpointing:
             waiting = self._store.close()
             if waiting:
                 logger.warning("%d layer inputs on the host wait for a backward: call remove() again later", waiting)
+
+    def _sent_again(self, x: torch.Tensor) -> Parked:
+        """The input of a pair's second layer, made again, on its way to the host."""
+        parked = self._store.send(x)
+        self._store.settle(parked)
+        return parked
 
     def _count(self, name: str, n: int = 1) -> None:
         self._counts[name] += n

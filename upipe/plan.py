@@ -23,6 +23,7 @@ Units: bytes inside, GiB = 2**30 bytes outside; binary lengths; tokens/s/GPU cou
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -37,11 +38,12 @@ from typing import Any
 
 import yaml
 
-from upipe import preflight, simulate, stage_width
+from upipe import models, preflight, simulate, stage_width
 from upipe.apply import host_layers
 from upipe.build import ModelConfig, hf_config, is_glm, model_sizes
 from upipe.config import ConfigError, load, to_mapping
 from upipe.glm.config import preset_shapes as glm_shapes
+from upipe.layer import moved_bytes
 from upipe.memory import make_plan, system_bytes
 from upipe.methods import config as methods
 from upipe.methods.layouts import Zigzag
@@ -61,6 +63,7 @@ SUB_GROUP = 10**9  # DeepSpeed's stage3 sub_group_size: parameters stepped at a 
 
 GROWING = (
     "work of a layer", "work of the loss", "saved inputs", "prefetched input", "layer inputs", "attention outputs", "attention chunks",
+    "working tensors",
 )  # fmt: skip
 """Components that grow with the sequence."""
 
@@ -74,11 +77,15 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "fused layers, optimizer on the host": (
         "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output_layers=auto", "memory.optimizer=cpu",
     ),
+    "fused layers, working tensors on the host": (
+        "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output_layers=auto", "memory.prefetch=false",
+        "memory.offload_within_layer=true",
+    ),
     "modules": ("memory.preset=fastest",),
 }  # fmt: skip
 """What `fit` tries, by name; each also with one stored input for two layers (`with_pairs`)."""
-LEAST = CANDIDATES["fused layers, no overlap"]
-"""The least device memory of these without an optimizer on the host."""
+LEAST = CANDIDATES["fused layers, working tensors on the host"], CANDIDATES["fused layers, no overlap"]
+"""The least device memory of these without an optimizer on the host, and the least besides with less on the host."""
 BASELINE_CANDIDATES: dict[str, tuple[str, ...]] = {
     "inputs kept where they fit": ("memory.preset=fastest",),
     "inputs on the host": ("memory.preset=fastest", "memory.offload=pinned"),
@@ -230,6 +237,7 @@ def cases_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> dict
         shape, ranks, kernel, None if width == ranks else width, upipe.attention_output, upipe.overlap, upipe.dx,
         memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens, memory.fp32_grads, memory.reuse_grad, memory.fused_layers,
         checkpointing, run.train.micro_batch_size, run.train.dtype, upipe.ring_degree,
+        offload_within_layer=memory.offload_within_layer,
     )  # fmt: skip
     if memory.fused_layers:
         # The same to the byte: what is fetched goes where it would be made again, by fewer buffers.
@@ -340,7 +348,14 @@ class Prediction:
                 ("upipe.attention_output_layers=auto", self.attention_layers and upipe.attention_output_layers != "auto"),
                 (f"memory.store_every=2 memory.pairs={more}", spare > 0 and memory.offload in ("pinned", "pageable")),
                 ("memory.optimizer=device", self.headroom["device"] > 0.8 * self.host["optimizer"] / self.machine.per_node > 0),
-                ("memory.keep_layers_on_gpu=2 or more", self.headroom["device"] > 2 * self.device.get("saved inputs", 0.0) + 8),
+                (
+                    "memory.offload_within_layer=false",
+                    memory.offload_within_layer and self.headroom["device"] > 4 * self.input_gib / self.machine.per_node,
+                ),
+                (
+                    "memory.keep_layers_on_gpu=2 or more",
+                    not memory.offload_within_layer and self.headroom["device"] > 2 * self.device.get("saved inputs", 0.0) + 8,
+                ),
             ]
             rest = "more host memory or more nodes with a larger upipe.sp_size"
         else:
@@ -352,6 +367,11 @@ class Prediction:
                 ("memory.fused_layers=true upipe.dx=gemm", not memory.fused_layers),
                 ("upipe.overlap=false", upipe.overlap),
                 ("memory.prefetch=false", memory.prefetch and memory.offload != "none"),
+                (
+                    "memory.offload_within_layer=true", ours and memory.fused_layers and not memory.offload_within_layer
+                    and memory.offload in ("pinned", "pageable") and memory.keep_layers_on_gpu in (0, "auto")
+                    and not memory.pinned_fallback and self.run.train.micro_batch_size == 1,
+                ),
                 ("a larger upipe.sp_size", upipe.sp_size < self.machine.world),
                 ("memory.optimizer=cpu", memory.optimizer == "device" and self.room["host"] > 16 * 8),
             ]
@@ -497,6 +517,8 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
         gathered = itemsize * (max(zero["stage3_max_live_parameters"], sizes.layer_parameters) + zero["stage3_prefetch_bucket_size"])
         head = itemsize * sizes.vocab_size * sizes.hidden_size
     kept = plan.kept_layers
+    # Of the input in what was counted: with offload within the layer it is there in the forward alone.
+    counted = 0 if case.offload_within_layer else u
     # Without checkpointing a layer keeps more than its input.
     each = u + peaks.at("saved", local)
     others = max(0, kept - 1) * each
@@ -508,9 +530,11 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
     phases = {
         "first forward": {"work of a layer": peaks.at("forward", local) - u, "gathered": gathered, "saved inputs": others + u},
         # The simulated layer's input is in what was counted, also where it is on the host by now.
-        "loss": {"work of the loss": peaks.at("loss", local) - u, "gathered": max(gathered, head), "saved inputs": others + u * (kept > 0)},
+        "loss": {
+            "work of the loss": peaks.at("loss", local) - counted, "gathered": max(gathered, head), "saved inputs": others + u * (kept > 0),
+        },
         "backward": {
-            "work of a layer": backward - u, "gathered": gathered, "saved inputs": others + u + inner,
+            "work of a layer": backward - counted, "gathered": gathered, "saved inputs": others + counted + inner,
             "prefetched input": fetched,
         },
         "optimizer step": {"fp32 gradients": 4 * min(SUB_GROUP, sizes.parameters // machine.world)},
@@ -527,13 +551,14 @@ def _host(run, machine: Machine, plan, sizes) -> dict[str, float]:
     """Bytes of a node by what for."""
     ranks = machine.per_node
     staging = 2 * 3 * 64 * 2**20 if plan.checkpointing is not None and plan.checkpointing.offload == "pageable" else 0
-    counted = plan.sent_layers * plan.input_bytes + plan.attention_bytes
+    counted = plan.sent_layers * plan.input_bytes + plan.attention_bytes + plan.working_bytes
     chunks = plan.host_bytes - counted - (12 * sizes.parameters // machine.world if run.memory.optimizer == "cpu" else 0)
     # Master weights, moments, and fp32 gradients.
     optimizer = 16 * sizes.parameters // machine.world if run.memory.optimizer == "cpu" else 0
     return {
         "layer inputs": ranks * plan.sent_layers * plan.input_bytes, "attention outputs": ranks * plan.attention_bytes,
-        "attention chunks": ranks * chunks, "optimizer": ranks * optimizer, "staging": ranks * staging,
+        "working tensors": ranks * plan.working_bytes, "attention chunks": ranks * chunks, "optimizer": ranks * optimizer,
+        "staging": ranks * staging,
         "system, processes": system_bytes(int(machine.host_gib * GIB), ranks),
     }  # fmt: skip
 
@@ -608,6 +633,15 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     launches = layers * (table["launch_layer_s"] + table["launch_stage_s"] * len(schedule.table))
     first = forward_s * sum(scores) + gemm / 4
     host = _copies(run, machine, plan, len([i for i in firsts if i in on_host]), first, compute - first)
+    if memory.offload_within_layer:
+        norm = models.of_model_type(text.model_type).norm_width is not None
+        moved = [
+            moved_bytes(schedule, rows, D, d, itemsize, norm=norm, on_host=i in on_host, first_of_pair=i in firsts)
+            for i in range(layers)
+        ]
+        out, back = _offload_rates(machine, plan)
+        # Each is waited for: a product has its rows in a fraction of the time that they take to come.
+        host += sum(each.to_host for each in moved) / out + sum(each.to_device for each in moved) / back
     if method == "fpdt":
         rate, q, kv = _copy_rate(machine, gpu.pinned_gb_s), rows * H * d, rows * max(K, ulysses) * d
         host += _chunk_copies(rate, visits, q, kv, runs, forward, backward)
@@ -653,15 +687,23 @@ def _copy_rate(machine: Machine, gb_s: float) -> float:
     return gb_s * 1e9 * (rates()["many_gpus_host_copy"] if machine.per_node > 2 and machine.gpu.pinned_gb_s > 25 else 1.0)
 
 
+def _offload_rates(machine: Machine, plan) -> tuple[float, float]:
+    """Bytes a second to the host and back of what `memory.offload` sends."""
+    gpu, pageable = machine.gpu, plan.checkpointing is not None and plan.checkpointing.offload == "pageable"
+    out = _copy_rate(machine, gpu.pageable_to_host_gb_s if pageable else gpu.pinned_gb_s)
+    return out, _copy_rate(machine, gpu.pageable_to_device_gb_s if pageable else gpu.pinned_gb_s)
+
+
 def _copies(run, machine: Machine, plan, again: int, forward: float, backward: float) -> float:
     """Seconds of a step's host copies that computation does not hide. again: attention outputs that come back twice, of pairs.
     forward, backward: seconds of computation of all layers."""
-    gpu, layers = machine.gpu, plan.layers
-    pageable = plan.checkpointing is not None and plan.checkpointing.offload == "pageable"
-    out = _copy_rate(machine, gpu.pageable_to_host_gb_s if pageable else gpu.pinned_gb_s)
-    back = _copy_rate(machine, gpu.pageable_to_device_gb_s if pageable else gpu.pinned_gb_s)
-    pinned = _copy_rate(machine, gpu.pinned_gb_s)
+    layers, (out, back) = plan.layers, _offload_rates(machine, plan)
+    pinned = _copy_rate(machine, machine.gpu.pinned_gb_s)
     sent, attention = plan.sent_layers * plan.input_bytes, plan.attention_bytes
+    if run.memory.offload_within_layer:
+        # Nothing comes back but rows (`layer.moved_bytes`, as the attention output's way there is). The input of a pair's first layer
+        # does, for its second, whose own goes.
+        return max(0.0, sent / out - forward) + plan.pairs * plan.input_bytes * (1 / out + 1 / back)
     # The attention output that comes back is waited for: it is read first thing in a layer's backward.
     returned = attention * (1 + again / max(1, plan.attention_layers))
     exposed = max(0.0, sent / out + attention / pinned - forward) + 0.5 * returned / pinned
@@ -702,9 +744,14 @@ def _is_upipe(words) -> bool:
 
 def least(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction:
     """With LEAST, as far as the words leave it open, and as many pairs of layers as leave the most."""
-    own = LEAST if _is_upipe(words) else BASELINE_CANDIDATES["no prefetch"]
-    found = predict(request(model, tokens, machine.world, [*_left_open(own, words), *words]), machine)
-    return max(with_pairs(found), key=lambda each: min(each.headroom.values()))
+    runs = []
+    for own in LEAST if _is_upipe(words) else (BASELINE_CANDIDATES["no prefetch"],):
+        with contextlib.suppress(ConfigError):
+            runs.append(request(model, tokens, machine.world, [*_left_open(own, words), *words]))
+    if not runs:
+        runs = [request(model, tokens, machine.world, words)]
+    found = [each for run in runs for each in with_pairs(predict(run, machine))]
+    return max(found, key=lambda each: min(each.headroom.values()))
 
 
 def fit(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction | None:
@@ -736,7 +783,13 @@ def _candidates(model: str, tokens: int, machine: Machine, words):
             own = _left_open(candidates[name], words)
             extra = [] if sp is None else [f"upipe.sp_size={sp}"]
             try:
-                prediction = predict(request(model, tokens, machine.world, [*own, *extra, *words]), machine)
+                run = request(model, tokens, machine.world, [*own, *extra, *words])
+            except ConfigError:
+                if "memory.offload_within_layer=true" in own:
+                    continue  # it asks for more than what the words leave open
+                raise
+            try:
+                prediction = predict(run, machine)
             except ConfigError:
                 if sp in (None, widths[-1]):
                     raise

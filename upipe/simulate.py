@@ -28,12 +28,13 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from upipe import block, kernels, layer, loss, preflight, ring, tiled, workspace
+from upipe import block, kernels, layer, loss, offload, preflight, ring, tiled, workspace
 from upipe.apply import Sharding, UPipeConfig
 from upipe.block import checkpoint_contexts
 from upipe.build import ModelConfig, enable_checkpointing, hf_config
@@ -72,6 +73,7 @@ class Case:
         ranks: P. heads_per_stage: U, None for P. ring: R, ring ranks of P each.
         checkpointing: "none"; "model", transformers' non-reentrant one; "own", `upipe.offload`'s.
         rows: sequences of a micro-batch. method: one of `methods.NAMES`; chunk_tokens: of fpdt.
+        offload_within_layer: the input, too, is on the host, and counts in the forward alone.
             The others are those of `UPipeConfig`, `TilingConfig` and `MemoryConfig`.
     """
 
@@ -94,12 +96,13 @@ class Case:
     ring: int = 1
     method: str = "upipe"
     chunk_tokens: int | None = None
+    offload_within_layer: bool = False
 
     @property
     def key(self) -> str:
         """A name for the cache: settings in words, the shape by its digest; a ring and another method where there are any."""
         values = dataclasses.asdict(self) | {"shape": digest(self.shape)}
-        for name, plain in (("ring", 1), ("method", "upipe"), ("chunk_tokens", None)):
+        for name, plain in (("ring", 1), ("method", "upipe"), ("chunk_tokens", None), ("offload_within_layer", False)):
             if values[name] == plain:
                 del values[name]
         return " ".join(f"{name}={value}" for name, value in values.items())
@@ -107,7 +110,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Bytes of device memory by phase at `lengths` local tokens, the layer's input counted in each.
+    """Bytes of device memory by phase at `lengths` local tokens, the layer's input counted in each (with `offload_within_layer` in
+    the forward).
 
     saved: what a layer leaves on the device for its backward besides its input: nothing, where it is checkpointed.
     host: bytes a token that a layer's attention output takes on the host.
@@ -195,14 +199,41 @@ class _Host:
         self.pool = simulated.Pool()
         self.targets: list[torch.Tensor] = []  # alive, or another storage may be known by the name of one that is gone
 
-    def send(self, source: torch.Tensor):
+    def memory(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         with torch.utils._python_dispatch._disable_current_modes():
-            target = torch.empty(source.shape, dtype=source.dtype, device="meta")
-        self.bytes += target.numel() * target.itemsize
+            target = torch.empty(shape, dtype=dtype, device="meta")
         self.targets.append(target)
         if self.live is not None:
             self.live.know(target)
+        return target
+
+    def send(self, source: torch.Tensor):
+        target = self.memory(*source.shape, dtype=source.dtype)
+        self.bytes += target.numel() * target.itemsize
         return target, None
+
+
+class _SimulatedStore:
+    """Stands for `host.HostStore`: what is sent is nowhere on the device."""
+
+    def __init__(self, host: _Host) -> None:
+        self.host = host
+
+    def send(self, x: torch.Tensor) -> SimpleNamespace:
+        there = self.host.memory(*x.shape, dtype=x.dtype)
+        return SimpleNamespace(serial=0, shape=x.shape, dtype=x.dtype, device=x.device, there=there)
+
+    def settle(self, saved) -> None:
+        pass
+
+    def holds(self, saved) -> bool:
+        return True
+
+    def read(self, saved) -> torch.Tensor:
+        return saved.there
+
+    def release(self, saved, event) -> None:
+        pass
 
 
 class Assumed(SimulatedAttention):
@@ -268,9 +299,12 @@ def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
         mock.patch.multiple(
             block._HostCopy,
             send=lambda self, source: host.send(source),
+            memory=lambda self, *shape, dtype: host.memory(*shape, dtype=dtype),
+            write=lambda self, target, source: None,
             fetch=lambda self, target, source: None,
             free=lambda self: setattr(self, "freed", True),
         ),
+        mock.patch.object(offload, "HostStore", lambda *args, **options: _SimulatedStore(host)),
         # In place and without temporaries, as the Triton kernels and the GPU's products and norm are.
         mock.patch.multiple(block, finish_heads=lambda *args, **options: None, unfinish_heads=lambda *args, **options: None),
         mock.patch.multiple(loss, product=wide, add_product=_add_nothing),
@@ -292,6 +326,18 @@ def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
         for patch in patches:
             stack.enter_context(patch)
         yield
+
+
+class Before(torch.autograd.Function):
+    """What comes before the layer: makes its input, keeps nothing of it, and takes its gradient."""
+
+    @staticmethod
+    def forward(ctx, switch, *shape):
+        return switch.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, *[None] * grad.dim()
 
 
 class After(torch.autograd.Function):
@@ -362,17 +408,25 @@ def _ring_rank_peaks(case: Case, tokens: int, ring_rank: int) -> dict[str, int]:
             method = MethodConfig(case.method, case.ring if case.method == "usp" else None, case.chunk_tokens)
             handle = apply_method(model, method, UPipeConfig(case.ranks * case.ring))
         if case.fused:
-            apply_fused_layers(model, handle, FusedLayersConfig(case.mlp_tokens or FusedLayersConfig.mlp_tokens, case.reuse_grad))
+            within = "pinned" if case.offload_within_layer else "none"
+            tokens_a_tile = case.mlp_tokens or FusedLayersConfig.mlp_tokens
+            apply_fused_layers(model, handle, FusedLayersConfig(tokens_a_tile, case.reuse_grad, within))
         if case.checkpointing == "own":
             contexts = layer_contexts if case.fused else checkpoint_contexts
-            apply_checkpointing(model, CheckpointConfig("none"), contexts=contexts)
+            saved = CheckpointConfig("none")
+            if case.offload_within_layer:
+                saved = CheckpointConfig("pinned", prefetch=False, leave_on_host=True)
+            apply_checkpointing(model, saved, contexts=contexts)
         elif case.checkpointing == "model":
             enable_checkpointing(model, reentrant=False)
         found = dict.fromkeys((*PHASES, "host"), 0)
         for index in range(len(model.get_decoder().layers)):
             host.bytes = 0
             workspace._workspaces.clear()
-            for phase, value in (_layer_peaks(model, index, case, tokens, host) | {"host": host.bytes}).items():
+            peaks = _layer_peaks(model, index, case, tokens, host)
+            # Slabs of the call alone are not what stays there.
+            peaks["host"] = 0 if case.offload_within_layer else host.bytes
+            for phase, value in peaks.items():
                 found[phase] = max(found[phase], value)
     return found
 
@@ -389,7 +443,10 @@ def _layer_peaks(model, index: int, case: Case, tokens: int, host: _Host) -> dic
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     peaks = {}
     with live:
-        x = torch.empty(case.rows, tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        if case.offload_within_layer:
+            x = Before.apply(torch.empty(0, dtype=dtype, device="meta", requires_grad=True), case.rows, tokens, config.hidden_size)
+        else:
+            x = torch.empty(case.rows, tokens, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
         positions = torch.empty(1, tokens, dtype=torch.int64, device="meta")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         head_dim = int(head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
@@ -404,6 +461,8 @@ def _layer_peaks(model, index: int, case: Case, tokens: int, host: _Host) -> dic
         h = y.detach().requires_grad_()
         end = After.apply(y)
         del y
+        if case.offload_within_layer:
+            del x
         live.start()
         labels = torch.empty(case.rows, tokens, dtype=torch.int64, device="meta")
         n = decoder.norm(h)
@@ -421,7 +480,8 @@ def _layer_peaks(model, index: int, case: Case, tokens: int, host: _Host) -> dic
         live.start()
         end.backward()
         peaks["backward"] = live.peak
-        x.grad = None
+        if not case.offload_within_layer:
+            x.grad = None
     return peaks
 
 
