@@ -292,7 +292,7 @@ def _summary(trainer: Trainer, losses: list[float], seconds: float) -> str:
         text += f"\nevaluation loss {trainer.evaluated:.4f} nats a token"
         if others := trainer.baselines():
             text += "; Markov models on the same tokens: " + ", ".join(f"{name} {loss:.4f}" for name, loss in others.items())
-    return text
+    return text if trainer.closing_report is None else f"{text}\n{trainer.closing_report}"
 
 
 if __name__ == "__main__":
