@@ -7,7 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+import upipe
 from tests.glm import SPARSE, randomise, relative, tiny_config
 from tests.sharded import ds_config
 from upipe.comm import SequenceParallelGroups
@@ -195,6 +198,34 @@ def under_deepspeed(stage):
         assert_same({n: g if n == "loss" else g * valid for n, g in grads.items()}, {n: expected[n] for n in grads}, exact=False)
     engine.destroy()
     groups.destroy()
+
+
+def under_wrappers():
+    """DistributedDataParallel and fully_shard around a model whose rows are shared, as put on by `upipe.apply`; plain after remove()."""
+    ids = batch_of(False)[0]
+    plain = hybrid().double()
+    plain(ids, labels=ids).loss.backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    for wrap in (DistributedDataParallel, lambda model: [fully_shard(part) for part in (*model.model.layers, model)][-1]):
+        model = hybrid().double()
+        handle = upipe.apply(model, upipe.UPipeConfig(sp_size=2, ring_degree=2))
+        wrapped = wrap(model)
+        (batch,) = handle.shard([{"input_ids": ids, "labels": ids}])
+        handle.loss(wrapped, batch).backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert set(grads) == set(expected)
+        for name, grad in grads.items():
+            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            assert relative(grad, expected[name]) <= 1e-10, name
+        if isinstance(wrapped, DistributedDataParallel):
+            with pytest.raises(PreflightError, match="on this model already"):
+                upipe.apply(model, upipe.UPipeConfig(sp_size=2))
+            handle.remove()
+            assert relative(model(ids).logits, plain(ids).logits) == 0
+
+
+def test_two_ranks_equal_one_under_wrappers(worlds):
+    worlds(2).run(under_wrappers)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
