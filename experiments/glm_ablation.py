@@ -1,7 +1,7 @@
 """Memory of GLM-5.3-Flash at its published width and 1M tokens, with each of its fixes turned off in turn, without a device.
 
     python -m experiments.glm_ablation                                    # the table
-    python -m experiments.glm_ablation --results experiments/results --plot paper_figures/glm_ablation.png
+    python -m experiments.glm_ablation --results experiments/results      # and records, which `python -m experiments.figures glm` draws
 
 Whole decoder layers of the real code run on tensors without values (`upipe.live`), as a checkpointed layer's backward runs them:
 forward again, then backward. Counted is what a rank of P that share a sequence holds beside the layer's input, its gradient and its
@@ -23,7 +23,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -298,64 +297,11 @@ def as_record(row: dict, tokens: int, ranks: int, made_with: dict) -> Record:
     return Record.from_dict(values | made_with | {"gpu": None, "gpus": None, "host_gib": None})
 
 
-def from_records(path: str | Path) -> dict[int, list[dict]]:
-    """The newest rows of a file of records, as `ablations` returns them, by number of ranks; the set-up's prediction is not among them."""
-    kept = [r for r in records.load(path) if r["layer_kind"] != "model"]
-    newest = {(r["sp"], r["fix_off"], r["layer_kind"]): r for r in kept}
-    found: dict[int, list[dict]] = {}
-    for (ranks, fix, kind), r in newest.items():
-        row = {"fix": fix, "kind": kind, "with": r["with_fix_gib"] * GIB, "without": r["peak_gib"] * GIB, "basis": r["basis"]}
-        found.setdefault(ranks, []).append(row)
-    return found
-
-
-def draw(found: dict[int, list[dict]], path: str) -> None:
-    """Bars: GiB with a fix and without, of the layer kind that it matters most to, for each number of ranks; and as published."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(found) + 1, figsize=(6 * (len(found) + 1), 5))
-    for panel, (ranks, rows) in zip(panels, found.items()):
-        most: dict[str, dict] = {}
-        for row in rows:
-            if row["fix"] != "none turned off":
-                most[row["fix"]] = max(most.get(row["fix"], row), row, key=lambda r: abs(r["without"] - r["with"]))
-        labels = [f"{name}\n({row['kind']})" for name, row in most.items()]
-        _bars(panel, labels, [(row["with"] / GIB, row["without"] / GIB) for row in most.values()])
-        panel.set_title(f"simulated or calculated, a sequence over {ranks} ranks", fontsize=10)
-    pairs = {}
-    for fix in FIXES:
-        rows = [r for r in reported(fix) if r["unit"] == "GiB" and r["value"]]
-        for tokens in sorted({int(r["tokens"]) for r in rows}):
-            values = {r["method"]: float(r["value"]) for r in rows if int(r["tokens"]) == tokens}
-            off, on = fix.reported[0]
-            pairs[f"{fix.name}\n({fix.reported[1]}, {format_tokens(tokens)})"] = values.get(on, 0.0), values.get(off, 0.0)
-    _bars(panels[-1], list(pairs), list(pairs.values()))
-    panels[-1].set_title("published, 64 x B200 (model, or the part named)", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-
-
-def _bars(panel, labels: list[str], pairs: list[tuple[float, float]]) -> None:
-    places = range(len(labels))
-    panel.barh([p - 0.2 for p in places], [pair[0] for pair in pairs], 0.4, label="with the fix", color="tab:blue")
-    panel.barh([p + 0.2 for p in places], [pair[1] for pair in pairs], 0.4, label="without it", color="tab:orange")
-    panel.set_yticks(list(places), labels, fontsize=7)
-    panel.invert_yaxis()
-    panel.set_xscale("log")
-    panel.set_xlabel("GiB a GPU (log)")
-    panel.legend(fontsize=8)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=parse_tokens, default=2**20, help="of a sequence (default: 1M)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64], help="that share a sequence (default: %(default)s)")
     parser.add_argument("--results", metavar="DIR", help="append records to DIR/glm_ablation.jsonl")
-    parser.add_argument("--plot", metavar="FILE", help="draw the figure")
     parser.add_argument("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
     options = parser.parse_args(arguments)
 
@@ -378,8 +324,6 @@ def main(arguments: list[str] | None = None) -> int:
             row = {"fix": "none turned off", "kind": "model", "with": total * GIB, "without": total * GIB, "basis": "simulated a layer"}
             kept = as_record(row, options.tokens, 16, made_with).updated({"gpus": 64, "gpu": "B200", "dp": 4, "components_gib": parts})
             records.append(kept, options.results)
-        if options.plot:
-            draw(found, options.plot)
         return 0
 
     return exit_status("experiments.glm_ablation", body)

@@ -3,8 +3,9 @@
 import pytest
 import torch.distributed as dist
 
-from experiments import glm_ablation
-from experiments.glm_ablation import FIXES, KINDS, LINE, SilentSplit, as_record, at, draw, few_experts, from_records, reported, simulate
+from experiments import figures, glm_ablation
+from experiments.figures import claims, glm
+from experiments.glm_ablation import FIXES, KINDS, LINE, SilentSplit, as_record, at, few_experts, reported, simulate
 from tests.glm_modules import random
 from upipe import records
 from upipe.environment import environment
@@ -53,12 +54,24 @@ def test_collectives_are_stood_in_for(worlds):
     assert len(counts) == 290 and sum(counts) == 100 and counts[0] == counts[-1] == 0
 
 
-def test_records_and_figure(tmp_path):
-    row = {"fix": "mHC recomputed", "kind": "KDA + MoE", "with": 2.0**30, "without": 2.0**31, "basis": "simulated"}
+def test_records_are_rows_of_the_figure(tmp_path):
+    """The newest of each fix, layer kind and number of ranks; drawn with it and without, predicted, never as a run."""
     made = environment("python -m experiments.glm_ablation") | {"run_id": "x"}
-    path = records.append(as_record(row, 2**20, 8, made), tmp_path)
-    assert from_records(path) == {8: [row]}
-    draw({8: [row]}, str(tmp_path / "figure.png"))
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    for size in (2.0**31, 2.0**32):
+        row = {"fix": "mHC recomputed", "kind": "KDA + MoE", "with": 2.0**30, "without": size, "basis": "simulated"}
+        records.append(as_record(row, 2**20, 8, made), tmp_path)
+    row = {"fix": "none turned off", "kind": "model", "with": 2.0**33, "without": 2.0**33, "basis": "simulated a layer"}
+    records.append(as_record(row, 2**20, 16, made).updated({"gpus": 64, "gpu": "B200"}), tmp_path)
+    sources = figures.load(tmp_path)
+    rows = [row for row in figures.FAMILIES["glm"].rows(sources) if row.mark != "reported"]
+    assert {row.mark for row in rows} == {"predicted"}
+    found = [(row.metric, row.gpus, row.setting, row.value) for row in rows]
+    what = "mHC recomputed (KDA + MoE)"
+    assert found == [
+        (glm.FIX, 8, f"{what}, with it", 1.0), (glm.FIX, 8, f"{what}, without", 4.0), ("peak", 64, "sequence over 16, ZeRO-3 over 64", 8.0),
+    ]  # fmt: skip
+    assert "Not measured" in claims.glm(sources)[1]
+    figures.make("glm", sources, tmp_path / "out")
+    assert (tmp_path / "out" / "glm.png").stat().st_size > 10_000
     found = reported(NAMED["indexer in chunks"])
     assert [(r["method"], r["value"]) for r in found][:2] == [("indexer-unchunked", 64), ("indexer-chunked", 2.3)]

@@ -14,6 +14,7 @@ from transformers.models.glm5_next import modeling_glm5_next as hf
 from tests.glm import SPARSE, hf_logits, randomise, relative, tiny_config
 from upipe.glm import Glm5NextForCausalLM, GlmRuntime, GlmSettings, GlmTextConfig, TokenSplit, indexer, preset, selection_contexts
 from upipe.glm.kda import KDAConfig
+from upipe.glm.model import check_projections
 from upipe.glm.moe import MoEConfig
 from upipe.offload import apply_checkpointing
 from upipe.preflight import PreflightError
@@ -66,6 +67,26 @@ def test_packed_documents_equal_each_by_itself():
     ids, starts = ids_of(), (0, 3, 50, TOKENS)
     positions = torch.cat([torch.arange(b - a) for a, b in zip(starts, starts[1:])])[None]
     assert relative(ours(ids, positions).logits, hf_logits(plain, ours.lm_head.weight, ids, starts)) <= 1e-5
+
+
+SHORT = [(1, None), (3, None), (4, None), (17, None), (20, (0, 1, 2, 3, 7, 8, 20)), (6, tuple(range(7)))]
+
+
+@pytest.mark.parametrize("tokens, starts", SHORT)
+def test_short_rows_and_documents_of_one_token_equal_transformers(tokens, starts):
+    """Fewer tokens than a pool, than the convolution's taps, than index_topk."""
+    ours, plain = models(layers=4)
+    ids, starts = ids_of(2, tokens), starts or (0, tokens)
+    positions = torch.cat([torch.arange(b - a) for a, b in zip(starts, starts[1:])])[None]
+    weights = torch.randn(2, tokens, 61, generator=torch.Generator().manual_seed(6))
+    logits, expected = ours(ids, positions).logits, hf_logits(plain, ours.lm_head.weight.detach(), ids, starts)
+    assert relative(logits, expected) <= 1e-5
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    got, wanted = gradients(ours.model), gradients(plain)
+    assert set(got) == set(wanted)
+    # A query that sees one key has no gradient, but for rounding.
+    assert all(relative(got[n], g) <= 1e-4 or (got[n] - g).norm() <= 1e-4 for n, g in wanted.items())
 
 
 @pytest.mark.parametrize("contexts", [selection_contexts, None])
@@ -125,9 +146,17 @@ def test_published_weights_load_and_are_saved_under_their_names(tmp_path, prefix
     loaded = Glm5NextForCausalLM.from_pretrained(here)
     expected = ours.state_dict()
     assert set(loaded.state_dict()) == set(expected) and all(torch.equal(t, expected[n]) for n, t in loaded.state_dict().items())
+    frozen = [[n for n, p in model.named_parameters() if not p.requires_grad] for model in (loaded, ours)]
+    assert frozen[0] == frozen[1] and len(frozen[0]) == 7 and all(".indexer." in name for name in frozen[0])
     loaded.save_pretrained(there)
     saved = load_file(there / "model.safetensors")
     assert set(saved) == set(names) and all(torch.equal(t, names[n]) for n, t in saved.items())
+    if prefix == "model.":      # there the configuration is flat, and a keyword changes it
+        shallow = Glm5NextForCausalLM.from_pretrained(here, num_hidden_layers=2)
+        assert len(shallow.model.layers) == 2 and torch.equal(shallow.lm_head.weight, ours.lm_head.weight)
+    save_file({**names, f"{prefix}layers.0.mlp.up_proj.bias": torch.zeros(96)}, here / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="has 1 weights that Glm5NextForCausalLM does not, model.layers.0.mlp.up_proj.bias among them"):
+        Glm5NextForCausalLM.from_pretrained(here)
     names.pop(f"{prefix}norm.weight")
     save_file(names, here / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="lacks 1 weights of Glm5NextForCausalLM, model.norm.weight among them"):
@@ -183,3 +212,77 @@ def test_what_is_refused():
         Glm5NextForCausalLM(tiny_config(output_router_logits=True))
     with pytest.raises(ValueError, match="attention_dropout=0.1"):
         Glm5NextForCausalLM(tiny_config(attention_dropout=0.1))
+    with pytest.raises(ValueError, match="hidden_act='gelu'.*set it to silu"):
+        Glm5NextForCausalLM(tiny_config(hidden_act="gelu"))
+    for settings, says in (
+        (GlmSettings(kernel="flash"), "kernel='flash': use auto, gather"),
+        (GlmSettings(kda=KDAConfig(kernel="flash")), "KDA kernel 'flash' is unknown: use auto, torch, fla"),
+        (GlmSettings(kda=KDAConfig(tile_tokens=2)), "tile_tokens=2 with 4 taps.*at least 3"),
+    ):
+        with pytest.raises(PreflightError, match=says):
+            ours.use(GlmRuntime(settings))
+
+
+def test_inputs_that_do_not_belong_together_are_refused():
+    ours, _ = models(layers=2)
+    ids = ids_of(2)
+    whole = torch.arange(TOKENS)
+    for positions in (torch.arange(TOKENS + 4)[None], whole[None, 4:], whole.expand(3, -1), whole):
+        with pytest.raises(PreflightError, match=r"position_ids are .* with 2 rows of 93 tokens: give integers, \(1, 93\) or \(2, 93\)"):
+            ours(ids, positions)
+    with pytest.raises(PreflightError, match=r"position_ids are torch.bfloat16 \(1, 93\)"):
+        ours(ids, torch.arange(TOKENS)[None].bfloat16())
+    for given in ({}, {"input_ids": ids, "inputs_embeds": torch.zeros(2, TOKENS, 64)}):
+        with pytest.raises(PreflightError, match="give input_ids or inputs_embeds, one of the two"):
+            ours(**given)
+    assert torch.equal(ours(inputs_embeds=ours.model.embed_tokens(ids)).logits, ours(ids).logits)
+
+
+def test_shift_labels_go_before_labels_and_none_valid_is_zero():
+    ours, _ = models(layers=2)
+    ids, none = ids_of(), torch.full((1, TOKENS), -100)
+    shifted = F.pad(ids[:, 1:], (0, 1), value=-100)
+    assert torch.equal(ours(ids, labels=none, shift_labels=shifted).loss, ours(ids, shift_labels=shifted).loss)
+    for given in ({"labels": none}, {"shift_labels": none}):
+        ours.zero_grad()
+        loss = ours(ids, **given).loss
+        loss.backward()
+        assert loss == 0 and not any(grad.any() for grad in gradients(ours).values()) and gradients(ours)
+
+
+class Adapter(torch.nn.Module):
+    """As an adapter's layer: its `weight` is the base layer's and not all that it computes."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, x):
+        return 2 * self.base_layer(x)
+
+
+USED = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.forget_gate.f_b_proj", "model.layers.3.mlp.shared_experts.up_proj",
+        "model.layers.3.self_attn.kv_b_proj"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USED)
+def test_what_a_weight_does_not_say_is_refused(name):
+    """Adapters, biases and hooks on layers whose weights are used without calling them."""
+    ours, _ = models(layers=4)
+    ids, (parent, _, child) = ids_of(), name.rpartition(".")
+    holder, layer = ours.get_submodule(parent), ours.get_submodule(name)
+    handle = layer.register_forward_hook(lambda _, __, out: 2 * out)
+    with pytest.raises(PreflightError, match=f"{child} has forward hooks: its weight is used without calling it"):
+        check_projections(ours)
+    handle.remove()
+    check_projections(ours)
+    setattr(holder, child, Adapter(layer))
+    with pytest.raises(PreflightError, match=f"{child} of a .* is a Adapter, not a plain Linear"):
+        ours(ids)
+    setattr(holder, child, torch.nn.Linear(layer.in_features, layer.out_features))
+    with pytest.raises(PreflightError, match=f"{child} of a .* has a bias"):
+        ours(ids)

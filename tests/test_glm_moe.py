@@ -178,7 +178,11 @@ def test_load_of_each_expert():
     assert list(counts) == [3] and torch.equal(counts[3], 2 * expected)
     text, busiest = layer.load.report(ranks=4), int(expected.argmax())
     assert f"layer 3: 280 choices; busiest expert {busiest} has {8 * int(expected.max()) / 140:.2f}x the mean" in text and "4 ranks" in text
+    assert "ranks" not in layer.load.report()
+    with pytest.raises(ValueError, match="ranks=3 does not divide 8 experts"):
+        layer.load.report(ranks=3)
     layer.load.reset()
+    layer.eval()(x)
     assert layer.load.report() == ""
 
 
@@ -189,8 +193,9 @@ def uneven_experts_are_refused():
 
 def test_refusals(worlds):
     worlds(4).run(uneven_experts_are_refused)
-    with pytest.raises(ValueError, match="chunk_tokens=0"):
-        MoEConfig(0)
+    for bad in (0, True, 1.5):
+        with pytest.raises(ValueError, match=f"chunk_tokens={bad}"):
+            MoEConfig(bad)
 
 
 def test_the_choice_is_not_differentiated():

@@ -184,7 +184,7 @@ def test_what_is_refused():
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(PreflightError, match="autocast"):
         ours(x, layout=layout_of())
     ours.o_proj = torch.nn.Sequential(ours.o_proj)
-    with pytest.raises(PreflightError, match="o_proj is a Sequential, not a plain"):
+    with pytest.raises(PreflightError, match="o_proj of a SparseAttention is a Sequential, not a plain Linear"):
         ours(x, layout=layout_of())
     with pytest.raises(ValueError, match="gather_bytes=0 must be a positive integer"):
         GlmSettings(gather_bytes=0)

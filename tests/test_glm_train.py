@@ -3,6 +3,7 @@
 import dataclasses
 import lzma
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,15 @@ import torch
 import yaml
 
 from tests import training
-from upipe import plan
+from upipe import cli, plan
 from upipe.baselines import markov_losses
 from upipe.build import ModelConfig, build_model, causal_lm, read_config
 from upipe.cli import main
-from upipe.config import ConfigError, from_mapping, to_mapping
+from upipe.config import ConfigError, from_mapping, load, to_mapping
 from upipe.data import ChunkDataset
 from upipe.documents import read_files
 from upipe.glm import Glm5NextForCausalLM, GlmSettings
+from upipe.glm.moe import MoEConfig
 from upipe.memory import MemoryConfig
 from upipe.metrics import read_metrics
 from upipe.trainer import RunConfig, Trainer
@@ -31,7 +33,7 @@ SMALL = {"kda": {"heads_per_group": 1}, "moe": {"chunk_tokens": 30}, "hyper_tile
 
 
 def run_of(tmp_path, **changes):
-    made = training.mapping(tmp_path, data__tokens=91, data__repeat=True, train__accumulation=1, **changes)
+    made = training.mapping(tmp_path, **{"data__tokens": 91, "data__repeat": True, "train__accumulation": 1, **changes})
     return made | {"model": {"preset": "glm-tiny", "checkpointing": "non-reentrant", "glm": SMALL}}
 
 
@@ -42,6 +44,19 @@ def test_the_trained_model_is_checked_over_ranks(worlds, tmp_path, stage):
     config = run_of(tmp_path, train__zero_stage=stage, upipe__ring_degree=2)
     passed, text = worlds(2).run(training.checked, config=config)[0]
     assert passed, text
+
+
+def test_settings_can_be_given_on_the_command_line(tmp_path):
+    made = run_of(tmp_path, upipe__sp_size=1) | {"model": {"preset": "glm-tiny"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
+    words = ["model.glm.kernel=gather", "model.glm.kda.heads_per_group=2"]
+    for more in ([], ["model.glm={hyper_tile_tokens: 5}"]):
+        found = load(RunConfig, tmp_path / "run.yaml", [*more, *words]).model.glm
+        assert (found.kernel, found.kda.heads_per_group, found.moe) == ("gather", 2, MoEConfig())
+        assert (found.hyper_tile_tokens == 5) == bool(more)
+    assert load(RunConfig, tmp_path / "run.yaml", [*words, "model.glm=null"]).model.glm is None
+    with pytest.raises(ConfigError, match="heads_per_group='x'|expected int"):
+        load(RunConfig, tmp_path / "run.yaml", ["model.glm.kda.heads_per_group=x"])
 
 
 def test_settings_reach_the_model_and_the_file_is_read_back(tmp_path):
@@ -68,6 +83,24 @@ def test_what_is_refused(tmp_path, changes, says):
     made = run_of(tmp_path, upipe__sp_size=1)
     with pytest.raises(ValueError, match=says):
         Trainer(from_mapping(RunConfig, made | changes), dry_run=True).close()
+
+
+@pytest.mark.parametrize("setting, says", [
+    ({"kernel": "foo"}, "kernel='foo': use auto, gather"),
+    ({"kda": {"kernel": "foo"}}, "KDA kernel 'foo' is unknown"),
+    ({"kda": {"tile_tokens": 2}}, "tile_tokens=2 with 4 taps"),
+])  # fmt: skip
+def test_settings_that_cannot_run_are_refused_by_a_dry_run(tmp_path, setting, says):
+    made = run_of(tmp_path, upipe__sp_size=1) | {"model": {"preset": "glm-tiny", "glm": setting}}
+    with pytest.raises(ValueError, match=says):
+        Trainer(from_mapping(RunConfig, made), dry_run=True).close()
+
+
+def test_accumulation_and_several_rows_are_one_batch(worlds, tmp_path):
+    """Two micro-batches of two rows on two ranks, against the plain model: the window's loss and gradients."""
+    config = run_of(tmp_path, train__accumulation=2, train__micro_batch_size=2, train__zero_stage=2, upipe__ring_degree=2)
+    passed, text = worlds(2).run(training.checked, config=config)[0]
+    assert passed, text
 
 
 def test_ranks_that_do_not_divide_the_heads_and_the_planner(worlds, tmp_path):
@@ -148,9 +181,29 @@ def test_a_short_run_learns_dna(tmp_path, capfd):
     assert done.returncode == 0, done.stderr[-2000:]
     assert read_metrics(tmp_path)[-1]["eval_loss"] <= 1.37
     assert "evaluation loss 1.3" in done.stdout and "uniform 1.3863" in done.stdout and "order 8 1.3" in done.stdout
+    # 40 steps of 2,048 tokens choose 2 experts each, evaluation not counted.
+    assert re.search(r"layer 3: 163840 choices; busiest expert \d has \d\.\d\dx the mean.* busiest of 2 ranks", done.stdout)
+
+
+@pytest.mark.parametrize("sp_size, started", [(2, 2), (1, None), (10**4, None)])
+def test_without_a_launcher_as_many_processes_start_as_share_a_sequence(tmp_path, monkeypatch, sp_size, started):
+    """So that `upipe train configs/glm_tiny.yaml` is all. More than there are cores are not: the run is refused as before."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(cli.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(cli, "Trainer", lambda *_, **__: pytest.fail("here"))
+    asked = []
+    monkeypatch.setattr(cli, "launch", lambda arguments, nproc: asked.append((arguments[:2], nproc)) or 0)
+    made = run_of(tmp_path, upipe__sp_size=sp_size)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
+    words = ["train", str(tmp_path / "run.yaml")]
+    if started is None:
+        with pytest.raises(pytest.fail.Exception, match="here"):
+            main(words)
+    else:
+        assert main(words) == 0 and asked == [(words, started)]
 
 
 def test_presets_are_listed(capsys):
     assert main(["models"]) == 0
     out = capsys.readouterr().out
-    assert "glm-5.3-flash" in out and "313.3" in out and "glm5_next" in out
+    assert "glm-5.3-flash" in out and "313.3" in out and "glm5_next" in out and "0.41 M" in out

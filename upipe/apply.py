@@ -572,6 +572,10 @@ class Handle:
         others = {id(part): part for m in self.model.modules() for part in _stack_parts(m)}
         return [part.report() for part in others.values()]
 
+    def closing_report(self) -> str | None:
+        """What training showed, as text for the end of a run, or None; the same on every rank. Collective."""
+        return None
+
     def _outputs(self) -> str:
         on_host = len(host_layers(self.config, self._layers))
         return f"of {on_host} layers on the host" if 0 < on_host < self._layers else f"on the {'host' if on_host else 'device'}"
@@ -625,7 +629,7 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     for name, module, architecture in found:
         preflight.check_config(module.config)
         preflight.check_attention(name, module, architecture)
-        preflight.check_hooks(name, module, architecture)
+        preflight.check_hooks(name, module, architecture.linear_names)
         preflight.check_kernel_for(config.kernel, module, architecture, config.ring_degree)
         preflight.check_dx(config.dx, type(module).__name__, architecture)
         preflight.check_schedule(*architecture.heads(module), config.ulysses_degree, config.heads_per_stage)

@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "overrides", nargs="*", metavar="key=value", default=[], help="overrides, e.g. train.steps=100"
         )
-        command.add_argument("--nproc", type=int, metavar="N", help="start N processes on this machine")
+        command.add_argument("--nproc", type=int, metavar="N", help="start N processes on this machine (default: upipe.sp_size)")
         command.add_argument(
             "--dry-run", action="store_true", help="check everything and print the plan, with shapes in place of weights"
         )
@@ -219,8 +219,9 @@ def _models(arguments: argparse.Namespace) -> int:
         parameters = count_parameters(build_model(ModelConfig(preset=name), meta=True))
         heads = f"{shape['num_attention_heads']}/{shape['num_key_value_heads']} heads"
         kind = shape.get("model_type", "glm5_next")
+        size = f"{parameters / 1e9:6.2f} B" if parameters >= 1e8 else f"{parameters / 1e6:6.2f} M"
         print(
-            f"  {name:<16} {kind:<9} {parameters / 1e9:5.2f} B parameters, {shape['num_hidden_layers']} layers, "
+            f"  {name:<16} {kind:<9} {size} parameters, {shape['num_hidden_layers']} layers, "
             f"hidden {shape['hidden_size']}, {heads}"
         )
     return 0
@@ -230,10 +231,13 @@ def run(
     config: str, overrides: list[str], *, nproc: int | None, check: bool, dry_run: bool, resume: str = "none", planned: bool = True,
     strict: bool = False,
 ) -> int:
-    """Train in this process as one rank of a launched world, or, with `nproc` and no launcher, start that world and
-    wait for it. planned, strict: see `plan_check`. Returns the exit status."""
+    """Train in this process as one rank of a launched world, or, without a launcher, start `nproc` processes and wait for
+    them; None: as many as share a sequence, where this machine has a GPU or else a core for each. planned, strict: see
+    `plan_check`. Returns the exit status."""
     parsed = load(RunConfig, config, overrides)
     os.environ.update(slurm_environment(os.environ))
+    if nproc is None and 1 < parsed.upipe.sp_size <= (torch.cuda.device_count() or os.cpu_count() or 1):
+        nproc = parsed.upipe.sp_size
     if nproc is not None and "RANK" not in os.environ:
         options = ["--check"] * check + ["--dry-run"] * dry_run + ["--strict"] * strict + ["--no-plan"] * (not planned)
         options += (["--resume", resume] if resume != "none" else [])
@@ -292,7 +296,7 @@ def _summary(trainer: Trainer, losses: list[float], seconds: float) -> str:
         text += f"\nevaluation loss {trainer.evaluated:.4f} nats a token"
         if others := trainer.baselines():
             text += "; Markov models on the same tokens: " + ", ".join(f"{name} {loss:.4f}" for name, loss in others.items())
-    return text
+    return text if trainer.closing_report is None else f"{text}\n{trainer.closing_report}"
 
 
 if __name__ == "__main__":

@@ -181,6 +181,11 @@ def _convert_scalar(hint: Any, value: Any, key: str) -> Any:
     raise ConfigError(f"{key}={value!r}: expected {_describe(hint)}, got {type(value).__name__}")
 
 
+def _section_class(hint: Any) -> type | None:
+    """The dataclass of a section, also of one that may be left out (`Section | None`)."""
+    return next((kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)), None)
+
+
 def _override(cls: Any, mapping: dict[str, Any], override: str) -> None:
     """Put one `key=value` into `mapping`, before the dataclasses are built, so that their own validation sees all of
     the overrides at once. A relative `File` is made absolute: it is relative to the working directory."""
@@ -199,14 +204,16 @@ def _override(cls: Any, mapping: dict[str, Any], override: str) -> None:
         hint = hints[name]
         walked.append(name)
         if i < len(names) - 1:
-            if not dataclasses.is_dataclass(hint):
+            hint = _section_class(hint)
+            if hint is None:
                 raise ConfigError(f"{dotted}: {'.'.join(walked)} is not a section")
-            mapping[name] = _section(hint, mapping.get(name, {}))
+            given = mapping.get(name)
+            mapping[name] = _section(hint, {} if given is None else given)
             mapping = mapping[name]
             if not isinstance(mapping, dict):
                 raise ConfigError(f"{'.'.join(walked)}={mapping!r}: expected a section")
     converted = convert(hint, value, key=dotted, folder=Path.cwd())
-    mapping[names[-1]] = value if dataclasses.is_dataclass(hint) else converted
+    mapping[names[-1]] = converted if _section_class(hint) is None else value
 
 
 def _section(cls: Any, value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -167,17 +169,17 @@ def check_attention(name: str, module: nn.Module, architecture: models.Architect
             )
 
 
-def check_hooks(name: str, module: nn.Module, architecture: models.Architecture) -> None:
+def check_hooks(name: str, module: nn.Module, parts: Iterable[str]) -> None:
     """Before DeepSpeed puts its own on: nothing on a projection that its weight does not say, since it is never called."""
-    for part in architecture.linear_names:
-        projection = getattr(module, part)
+    for part in parts:
+        projection = module.get_submodule(part)
         hooks = [h for h in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks") if getattr(projection, h)]
         if "forward" in vars(projection):
             hooks.append("a forward of its own")
         if hooks:
             raise PreflightError(
                 f"{name}.{part} has {', '.join(h.strip('_').replace('_', ' ') for h in hooks)}: its weight is used without calling it, so "
-                "they would not run. Remove them, or put them on the attention module"
+                "they would not run. Remove them, or put them on the whole {type(module).__name__}"
             )
 
 
@@ -219,6 +221,19 @@ def check_local_shapes(shapes: list[list[int]]) -> None:
         raise PreflightError(
             f"the ranks of a sequence were given shards of {shapes} rows and tokens: all must be alike; handle.shard pads and cuts them"
         )
+
+
+def check_plain(module: nn.Module, parts: Mapping[str, type], biases: Collection[str] = ()) -> None:
+    """Submodules whose weights are used without calling them: of these very classes, and without a bias but where it is added."""
+    for part, kind in parts.items():
+        found = module.get_submodule(part)
+        if type(found) is not kind:
+            raise PreflightError(
+                f"{part} of a {type(module).__name__} is a {type(found).__name__}, not a plain {kind.__name__}: its weight alone does not "
+                "say what it computes (adapter, quantised or parametrised layer). Merge or remove it first"
+            )
+        if part not in biases and getattr(found, "bias", None) is not None:
+            raise PreflightError(f"{part} of a {type(module).__name__} has a bias, which glm5_next has not: remove it first")
 
 
 def check_autocast(device: str) -> None:

@@ -148,6 +148,7 @@ class Trainer:
         )
         self.engine: Any = None
         self.evaluated: float | None = None
+        self.closing_report: str | None = None
 
     @property
     def is_main(self) -> bool:
@@ -264,6 +265,7 @@ class Trainer:
                     raise FloatingPointError(f"the loss of step {step} is {total}; try a lower learning rate")
                 self._save_if_due(step + 1, self._agree(caught))
                 total, micro, started = 0.0, 0, time.perf_counter()
+        self.closing_report = self.handle.closing_report()
         return losses
 
     def _tell(self, text: str | None) -> None:

@@ -79,8 +79,10 @@ FAMILIES = {
         planner.rows, planner.draw,
     ),
     "glm": Family(
-        "GLM-5.3-Flash: the published ablation",
-        "What SkyRL's guide reports, and this library's GLM runs where there are any.",
+        "GLM-5.3-Flash: the published ablation, and each fix turned off",
+        "What SkyRL's guide reports, this library's GLM runs where there are any, and the memory of its layers at 1M tokens with each fix "
+        "turned off (`python -m experiments.glm_ablation --help` says what is simulated, stood in for and calculated; nothing of it was "
+        "measured on a GPU). Gathering the hidden state is a fix of time: it sends less and holds more.",
         glm.rows, glm.draw,
     ),
 }  # fmt: skip

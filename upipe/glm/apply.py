@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from upipe import preflight
 from upipe.apply import Handle, Sharding, UPipeConfig
 from upipe.comm import SequenceParallelGroups, init_distributed, node_ranks
 from upipe.glm.context import TokenSplit
 from upipe.glm.kda import check_heads
+from upipe.glm.moe import ExpertLoad
 from upipe.glm.sparse import GlmRuntime
 from upipe.preflight import PreflightError
 
@@ -47,6 +50,12 @@ class GlmHandle(Handle):
         ]
         return "\n".join(lines)
 
+    def closing_report(self) -> str | None:
+        """Which experts tokens chose in training, a line a layer; the shares are those of as many ranks as there are."""
+        load, world = self.model.runtime.load, dist.get_world_size()
+        ranks = world if self.model.config.n_routed_experts % world == 0 else 1
+        return load.report(ranks, dist.group.WORLD) or None
+
     def remove(self) -> None:
         """Give the process groups back; the model takes whole rows again."""
         self.model.use(GlmRuntime(self.model.runtime.settings, load=self.model.runtime.load))
@@ -64,7 +73,7 @@ def apply_glm(model: Glm5NextForCausalLM, config: UPipeConfig, ds_config: dict |
     """
     from deepspeed.utils import set_z3_leaf_modules
 
-    from upipe.glm.model import LEAVES
+    from upipe.glm.model import LEAVES, check_projections
 
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -75,9 +84,10 @@ def apply_glm(model: Glm5NextForCausalLM, config: UPipeConfig, ds_config: dict |
     if model.runtime.split.size > 1:
         raise PreflightError("UPipe is on this model already: call remove() on its handle first")
     check_heads(model.config.linear_num_heads, config.sp_size)
+    check_projections(model)
     groups = SequenceParallelGroups(config.sp_size, config.ring_degree)
     split = TokenSplit(groups.sp_group, groups.ring_size, groups.ulysses_size, groups.sp_rank)
-    model.use(GlmRuntime(model.runtime.settings, split, load=model.runtime.load))
+    model.use(GlmRuntime(model.runtime.settings, split, load=ExpertLoad() if model.runtime.load is None else model.runtime.load))
     set_z3_leaf_modules(model, list(LEAVES))
     layers = model.model.layers
     numel = max(sum(preflight.numel(p) for p in layer.parameters()) for layer in layers)

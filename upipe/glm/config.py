@@ -17,6 +17,7 @@ from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextCo
 from upipe.glm.hyper import HYPER_TILE_TOKENS, Recompute
 from upipe.glm.kda import KDAConfig
 from upipe.glm.moe import MoEConfig
+from upipe.glm.replay import check_positive
 from upipe.loss import LOSS_TILE_TOKENS
 
 SCORE_BYTES = 1 << 31  # of per-head index scores, fp32, at a time
@@ -55,6 +56,8 @@ def check_config(config: Glm5NextTextConfig) -> None:
             f"index_kpool_always_select_tail=False with index_kpool={config.index_kpool}: the first {config.index_kpool - 1} tokens of "
             "a document would see no key at all; set it to True"
         )
+    if config.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"hidden_act={config.hidden_act!r}: the convolutions and experts here are SiLU's; set it to silu")
     if config.attention_dropout:
         raise ValueError(f"attention_dropout={config.attention_dropout}: the sparse path has none; set it to 0")
     if config.output_router_logits:
@@ -88,8 +91,7 @@ class GlmSettings:
     def __post_init__(self) -> None:
         for name in ("score_bytes", "gather_bytes", "loss_tile_tokens", "hyper_tile_tokens"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a positive integer")
+            check_positive(name, value)
         if self.hyper_recompute not in ("none", "selective"):
             raise ValueError(f"hyper_recompute={self.hyper_recompute!r}: use none or selective; full is a layer's checkpointing")
 

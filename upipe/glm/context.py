@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from upipe import preflight, zigzag
 from upipe.apply import document_offsets
+from upipe.kernels import Offsets
 from upipe.preflight import PreflightError
 
 INT32_TOKENS = 2**31 - 1
@@ -149,7 +150,8 @@ class TokenLayout:
         local: L.
 
     Raises:
-        PreflightError: a row that does not split; more tokens than int32 counts; ranks with different shapes.
+        PreflightError: a row that does not split; more tokens than int32 counts; ranks with different shapes; shards in another
+            order than the split's.
     """
 
     def __init__(self, split: TokenSplit, position_ids: torch.Tensor | None = None, local: int | None = None) -> None:
@@ -157,16 +159,20 @@ class TokenLayout:
         self.local = local if position_ids is None else position_ids.shape[1]
         self.tokens = split.check(self.local)
         check_int32(self.tokens)
-        self.documents = None if position_ids is None else document_offsets(self._whole(position_ids))
+        self.documents = None if position_ids is None else self._documents(position_ids)
         self._pools: dict[tuple[int, int], Pools] = {}
 
-    def _whole(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def _documents(self, position_ids: torch.Tensor) -> Offsets | None:
         if self.split.size > 1:
             mine = torch.tensor(position_ids.shape, device=position_ids.device)
             shapes = [torch.empty_like(mine) for _ in range(self.split.size)]
             dist.all_gather(shapes, mine, group=self.split.group)
             preflight.check_local_shapes(torch.stack(shapes).tolist())
-        return self.split.gathered(position_ids)
+        whole = self.split.gathered(position_ids)
+        documents = document_offsets(whole)
+        if self.split.ring > 1 and documents is not None:
+            preflight.check_zigzag(whole, documents, self.split.ring)
+        return documents
 
     @cached_property
     def places(self) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.nn.functional import silu
 from upipe.glm.replay import tiles
 from upipe.kernels import Offsets
 from upipe.loss import wide_dtype
+from upipe.preflight import PreflightError
 
 CONV_TILE_TOKENS = 8192
 
@@ -35,12 +36,18 @@ def short_convolution(
         [B, S, C], x's dtype. Only x and the weight are kept for backward.
 
     Raises:
-        ValueError: tile_tokens smaller than the halo.
+        PreflightError: tile_tokens smaller than the halo.
     """
-    halo = weight.shape[1] - 1
-    if tile_tokens < halo:
-        raise ValueError(f"tile_tokens={tile_tokens} with {halo + 1} taps: a tile must hold its neighbour's halo, at least {halo} tokens")
+    check_tile(tile_tokens, weight.shape[1])
     return _ShortConvolution.apply(x, weight, ages(offsets, x), tile_tokens)
+
+
+def check_tile(tile_tokens: int, taps: int) -> None:
+    """A tile holds the halo of the next."""
+    if tile_tokens < taps - 1:
+        raise PreflightError(
+            f"tile_tokens={tile_tokens} with {taps} taps: a tile must hold its neighbour's halo, at least {taps - 1} tokens"
+        )
 
 
 def ages(offsets: Offsets | None, x: torch.Tensor) -> torch.Tensor | None:

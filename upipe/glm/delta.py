@@ -244,15 +244,20 @@ class FlaKDA(KDAKernel):
 KERNELS: dict[str, KDAKernel] = {kernel.name: kernel for kernel in (TorchKDA("torch"), FlaKDA("fla"))}
 
 
+def check_kernel_name(name: str) -> None:
+    """Raises PreflightError where there is no such kernel."""
+    if name != "auto" and name not in KERNELS:
+        raise PreflightError(f"KDA kernel {name!r} is unknown: use auto, {', '.join(KERNELS)}")
+
+
 def select_kernel(name: str, device: str, lower_bound: float | None) -> KDAKernel:
     """The kernel to use; "auto" is fla on a GPU and torch elsewhere, never another because one is missing.
 
     Raises:
         PreflightError: it is unknown or cannot run this, and what can.
     """
+    check_kernel_name(name)
     asked = ("fla" if device == "cuda" else "torch") if name == "auto" else name
-    if asked not in KERNELS:
-        raise PreflightError(f"KDA kernel {name!r} is unknown: use auto, {', '.join(KERNELS)}")
     reason = KERNELS[asked].declines(device, lower_bound)
     if reason is not None:
         raise PreflightError(f"KDA kernel {asked!r}: {reason}")

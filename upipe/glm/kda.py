@@ -29,11 +29,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention
 
+from upipe import preflight
 from upipe.comm import exchange
 from upipe.glm.context import TokenSplit
 from upipe.glm.conv import short_convolution
 from upipe.glm.delta import KDAKernel, select_kernel
-from upipe.glm.replay import by_rows, rounded, tiles
+from upipe.glm.replay import by_rows, check_positive, rounded, tiles
 from upipe.kernels import Offsets
 from upipe.loss import wide_dtype
 from upipe.preflight import PreflightError
@@ -104,8 +105,7 @@ class KDAConfig:
         if self.exchange not in ("auto", "gather", "all_to_all"):
             raise ValueError(f"exchange={self.exchange!r}: use auto, gather or all_to_all")
         for name in ("heads_per_group", "tile_tokens"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a positive integer")
+            check_positive(name, getattr(self, name))
 
     def exchange_for(self, ranks: int, hidden: int, heads: int, head_dim: int) -> Literal["gather", "all_to_all"]:
         """What is exchanged for a layer of this shape."""
@@ -118,6 +118,10 @@ PARAMETERS = (
     "forget_gate.f_a_proj.weight", "g_a_proj.weight", "o_norm.weight",
 )  # fmt: skip
 """Of transformers' module, in the order in which they are passed on: six projections to heads; by head; shared by heads."""
+SUBMODULES: dict[str, type] = {
+    name.removesuffix(".weight"): nn.Conv1d if "conv1d" in name else nn.Linear for name in PARAMETERS if "proj" in name or "conv1d" in name
+}
+"""Submodules whose weights are used without calling them."""
 
 
 @dataclass(frozen=True)
@@ -251,8 +255,12 @@ def linear_attention(
         [B, L, D].
 
     Raises:
-        PreflightError: heads that the ranks do not divide; a kernel that cannot run.
+        PreflightError: heads that the ranks do not divide; a kernel that cannot run; projections that are no plain linear layers;
+            autocast.
     """
+    if x.device.type != "meta":
+        preflight.check_autocast(x.device.type)
+    preflight.check_plain(module, SUBMODULES)
     split, config = split or TokenSplit(), config or KDAConfig()
     H, d = module.num_heads, module.head_dim
     check_heads(H, split.size)

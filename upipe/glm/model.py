@@ -12,6 +12,7 @@ Symbols: B rows, L local tokens, M residual streams (`hc_mult`), D hidden size.
 from __future__ import annotations
 
 import inspect
+import re
 
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutput
 from transformers.models.glm5_next import modeling_glm5_next as plain
 
 from upipe import preflight
-from upipe.glm.config import GlmTextConfig, check_config
+from upipe.glm import conv, delta, kda, moe, sparse
+from upipe.glm.config import GlmSettings, GlmTextConfig, check_config
 from upipe.glm.context import TokenLayout
 from upipe.glm.hyper import HyperConnection
 from upipe.glm.indexer import PooledIndexer, selection_contexts
@@ -59,15 +61,24 @@ class Backbone(plain.Glm5NextTextModel):
         document begins. Collective over the ranks that share the rows.
 
         Raises:
-            PreflightError: a mask or use_cache; sharded rows without positions; see `TokenLayout`.
+            PreflightError: a mask or use_cache; ids and embeddings both, or neither; sharded rows without positions; positions of
+                another shape; see `TokenLayout`.
         """
         if attention_mask is not None or use_cache:
             raise PreflightError(
                 "attention_mask and use_cache are not taken: pad rows at their end with labels of -100, mark packed documents by "
                 "position_ids that restart"
             )
+        if (input_ids is None) == (inputs_embeds is None):
+            raise PreflightError("give input_ids or inputs_embeds, one of the two")
+        B, L = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]
         if position_ids is None and self.runtime.split.size > 1:
             raise PreflightError("rows over several ranks need position_ids: each token's place in its document")
+        if position_ids is not None and (position_ids.is_floating_point() or tuple(position_ids.shape) not in ((1, L), (B, L))):
+            raise PreflightError(
+                f"position_ids are {position_ids.dtype} {tuple(position_ids.shape)} with {B} rows of {L} tokens: give integers, "
+                f"(1, {L}) or ({B}, {L})"
+            )
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         layout = TokenLayout(self.runtime.split, position_ids, hidden.shape[1])
         hidden = hidden.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
@@ -123,6 +134,26 @@ def _annotations(cls: type) -> set[str]:
     return {name for base in cls.__mro__ for name in inspect.get_annotations(base)}
 
 
+def check_settings(settings: GlmSettings, config: GlmTextConfig) -> None:
+    """What of the settings can be checked before tensors are there."""
+    sparse.check_kernel_name(settings.kernel)
+    delta.check_kernel_name(settings.kda.kernel)
+    conv.check_tile(settings.kda.tile_tokens, config.linear_conv_kernel_dim)
+
+
+def check_projections(model: nn.Module) -> None:
+    """No hooks on what is used without being called; to be asked before DeepSpeed puts on its own."""
+    parts = {SparseAttention: sparse.LINEAR, KimiDeltaAttention: kda.SUBMODULES, MixtureOfExperts: (*moe.LINEAR, "gate", "experts")}
+    for name, module in model.named_modules():
+        preflight.check_hooks(name, module, parts.get(type(module), ()))
+
+
+def _beyond(name: str, layers: int) -> bool:
+    """Whether a weight is of a decoder layer after so many."""
+    found = re.search(r"layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= layers
+
+
 class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
     """Causal LM over `Glm5NextTextModel`.
 
@@ -149,10 +180,8 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
         self.model = plain.Glm5NextTextModel(config)
         self.lm_head = LossHead(config.hidden_size, config.vocab_size, bias=False)
         self.use(runtime or GlmRuntime())
-        for module in self.modules():
-            if isinstance(module, PooledIndexer):
-                module.requires_grad_(False)
         self.post_init()
+        self.freeze_indexers()
 
     @classmethod
     def from_pretrained(cls, folder, *args, key_mapping: dict[str, str] | None = None, output_loading_info: bool = False, **kwargs):
@@ -160,7 +189,7 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
 
         Raises:
             ValueError: the checkpoint's configuration has no index_kpool; it lacks weights (transformers would make random ones
-                and say so in a log).
+                and say so in a log); it has weights that the model does not (transformers would leave them out).
         """
         mapping = {r"^model\.language_model\.": "model."} | (key_mapping or {})
         model, info = super().from_pretrained(folder, *args, key_mapping=mapping, output_loading_info=True, **kwargs)
@@ -169,7 +198,22 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
             raise ValueError(
                 f"{folder} lacks {len(missing)} weights of {cls.__name__}, {missing[0]} among them: it is no checkpoint of this model"
             )
+        extra = sorted(info["unexpected_keys"])
+        if "num_hidden_layers" in kwargs:       # fewer layers than the checkpoint has were asked for
+            extra = [name for name in extra if not _beyond(name, len(model.model.layers))]
+        if extra:
+            raise ValueError(
+                f"{folder} has {len(extra)} weights that {cls.__name__} does not, {extra[0]} among them: another model, or quantised; "
+                "fewer layers than it has are had by num_hidden_layers="
+            )
+        model.freeze_indexers()     # loading made new parameters
         return (model, info) if output_loading_info else model
+
+    def freeze_indexers(self) -> None:
+        """No gradient, and so no optimizer state and no weight decay, for what is not trained."""
+        for module in self.modules():
+            if isinstance(module, PooledIndexer):
+                module.requires_grad_(False)
 
     @property
     def runtime(self) -> GlmRuntime:
@@ -182,7 +226,12 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
         return apply_glm(self, config, ds_config)
 
     def use(self, runtime: GlmRuntime) -> None:
-        """Compute with these settings and groups from now on."""
+        """Compute with these settings and groups from now on.
+
+        Raises:
+            PreflightError: settings that this model can run nowhere: an unknown kernel, tiles smaller than the convolution's halo.
+        """
+        check_settings(runtime.settings, self.config)
         replace_modules(self, runtime)
         for index, layer in enumerate(self.model.layers):
             if isinstance(layer.mlp, MixtureOfExperts):
@@ -200,13 +249,13 @@ class Glm5NextForCausalLM(plain.Glm5NextPreTrainedModel):
             labels: [B, L], not shifted, -100 ignored, of whole rows: `loss` is the mean over valid tokens. A document's first
                 token must then be ignored, as `upipe.data` does it.
             shift_labels: [B, L], the token that each position predicts, or -100: `loss` is the sum over this rank's valid
-                tokens (`upipe.loss.global_loss` makes it the loss over all).
+                tokens (`upipe.loss.global_loss` makes it the loss over all), whatever `labels` are.
 
         Raises:
             PreflightError: labels on sharded rows; see `Backbone.forward`.
         """
         hidden = self.model(input_ids, position_ids, inputs_embeds, attention_mask, use_cache).last_hidden_state
-        if labels is not None:
+        if labels is not None and shift_labels is None:
             if self.runtime.split.size > 1:
                 raise PreflightError("labels of a sharded row cannot be shifted on one rank: shift whole rows, and give shift_labels")
             following = pad(labels[:, 1:], (0, 1), value=IGNORE)

@@ -25,8 +25,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad, silu
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMoE
 
+from upipe import preflight
 from upipe.glm.kda import sum_scatter
-from upipe.glm.replay import rounded
+from upipe.glm.replay import check_positive, rounded
 from upipe.loss import wide_dtype
 from upipe.preflight import PreflightError
 
@@ -54,8 +55,7 @@ class MoEConfig:
     recompute: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.chunk_tokens, int) or self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens={self.chunk_tokens!r} must be a positive integer")
+        check_positive("chunk_tokens", self.chunk_tokens)
 
     @property
     def ranks(self) -> int:
@@ -64,9 +64,9 @@ class MoEConfig:
 
 @dataclass
 class ExpertLoad:
-    """Tokens that chose each expert, by layer, since the last `reset`: integers, added up by forward passes in training.
+    """Tokens that chose each expert, by layer, since the last `reset`: integers, added up by forward passes in training mode.
 
-    Recomputed forwards are not counted again.
+    Recomputed forwards are not counted again. Tokens that pad a row are counted.
     """
 
     counts: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -85,16 +85,22 @@ class ExpertLoad:
         return totals
 
     def report(self, ranks: int = 1, group=None) -> str:
-        """A line a layer: the busiest and the idlest expert, and the busiest of `ranks` equal shares of the experts, as
-        multiples of the mean, and experts no token chose."""
+        """A line a layer: the busiest and the idlest expert, and with several `ranks` the busiest of so many equal shares of the
+        experts, as multiples of the mean, and experts no token chose.
+
+        Raises:
+            ValueError: ranks that do not divide the experts.
+        """
         lines = []
         for layer, count in self.total(group).items():
+            if len(count) % ranks:
+                raise ValueError(f"ranks={ranks} does not divide {len(count)} experts")
             shares = count.view(ranks, -1).sum(1).double()
             mean, share = count.double().mean().clamp(min=1e-9), shares.mean().clamp(min=1e-9)
             lines.append(
                 f"layer {layer}: {int(count.sum())} choices; busiest expert {int(count.argmax())} has "
-                f"{float(count.max() / mean):.2f}x the mean, idlest {float(count.min() / mean):.2f}x, {int((count == 0).sum())} unused; "
-                f"busiest of {ranks} ranks {float(shares.max() / share):.2f}x"
+                f"{float(count.max() / mean):.2f}x the mean, idlest {float(count.min() / mean):.2f}x, {int((count == 0).sum())} unused"
+                + (f"; busiest of {ranks} ranks {float(shares.max() / share):.2f}x" if ranks > 1 else "")
             )
         return "\n".join(lines)
 
@@ -264,6 +270,8 @@ PARAMETERS = (
 )  # fmt: skip
 """Of transformers' module, in the order in which they are passed on; the experts' last."""
 DENSE = 4
+LINEAR = dict.fromkeys((f"shared_experts.{name}_proj" for name in ("gate", "up", "down")), nn.Linear)
+"""Submodules whose weights are used without calling them."""
 
 
 @dataclass(frozen=True)
@@ -362,9 +370,10 @@ def mixture_of_experts(
         expert are of all tokens of the group's ranks.
 
     Raises:
-        PreflightError: experts that are not the ones the group leaves this rank.
+        PreflightError: experts that are not the ones the group leaves this rank; a projection that is no plain linear layer.
     """
     config = config or MoEConfig()
+    preflight.check_plain(module, LINEAR)
     here, experts = module.experts.gate_up_proj.shape[0], module.gate.num_experts
     if here * config.ranks != experts:
         raise PreflightError(
@@ -420,4 +429,5 @@ class MixtureOfExperts(Glm5NextTextMoE):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[B, L, D] -> [B, L, D]: `mixture_of_experts`."""
-        return mixture_of_experts(self, hidden_states, self.runtime.settings.moe, self.runtime.load, self.layer)
+        load = self.runtime.load if self.training else None
+        return mixture_of_experts(self, hidden_states, self.runtime.settings.moe, load, self.layer)

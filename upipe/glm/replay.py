@@ -14,6 +14,12 @@ from torch.autograd.function import once_differentiable
 from upipe.loss import wide_dtype
 
 
+def check_positive(name: str, value: object) -> None:
+    """Raises ValueError where a setting is no positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive integer")
+
+
 def tiles(rows: int, size: int) -> list[slice]:
     """The rows in tiles of `size`, the last one shorter where it does not divide; one empty tile of no rows."""
     return [slice(a, min(a + size, rows)) for a in range(0, max(rows, 1), size)]

@@ -116,14 +116,19 @@ KERNELS: dict[str, GatherKernel] = {"gather": GatherKernel()}
 """Sparse kernels by name, the one to prefer first."""
 
 
+def check_kernel_name(name: str) -> None:
+    """Raises PreflightError where there is no such kernel."""
+    if name != "auto" and name not in KERNELS:
+        raise PreflightError(f"kernel={name!r}: use auto, {', '.join(KERNELS)}")
+
+
 def choose(settings: GlmSettings, case: Case) -> tuple[GatherKernel, str]:
     """The kernel that runs a shape, and a line on it.
 
     Raises:
         PreflightError: there is no kernel of that name; or each declines and dense attention is not allowed.
     """
-    if settings.kernel != "auto" and settings.kernel not in KERNELS:
-        raise PreflightError(f"kernel={settings.kernel!r}: use auto, {', '.join(KERNELS)}")
+    check_kernel_name(settings.kernel)
     asked = KERNELS if settings.kernel == "auto" else {settings.kernel: KERNELS[settings.kernel]}
     reasons = []
     for kernel in asked.values():
@@ -249,6 +254,10 @@ class _SparseMLA(torch.autograd.Function):
         return None, None, dq_latent, dlatent, *grads
 
 
+LINEAR = dict.fromkeys(("q_b_proj", "kv_b_proj", "o_proj"), nn.Linear)
+"""Submodules whose weights are used without calling them."""
+
+
 class SparseAttention(Glm5NextTextAttention):
     """`Glm5NextTextAttention` over the selected tokens alone; its parameters, under its names. `runtime` is set where a model's
     modules are replaced."""
@@ -265,11 +274,7 @@ class SparseAttention(Glm5NextTextAttention):
             ValueError: a sharing layer without pools to share.
         """
         preflight.check_autocast(hidden_states.device.type)
-        for name in ("q_b_proj", "kv_b_proj", "o_proj"):
-            if type(getattr(self, name)) is not nn.Linear:
-                raise PreflightError(
-                    f"{name} is a {type(getattr(self, name)).__name__}, not a plain torch.nn.Linear: merge or remove it first"
-                )
+        preflight.check_plain(self, LINEAR, biases=("o_proj",))
         settings = self.runtime.settings
         q_latent = self.q_a_layernorm(self.q_a_proj(hidden_states))
         if self.indexer is not None:

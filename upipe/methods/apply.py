@@ -298,7 +298,7 @@ def _check_module(name: str, module: nn.Module, architecture: models.Architectur
         raise PreflightError(f"{name} has a softcap of {softcap}: torch's context_parallel has none; use another method")
     if method.name == "fpdt":
         preflight.check_attention(name, module, architecture)
-        preflight.check_hooks(name, module, architecture)
+        preflight.check_hooks(name, module, architecture.linear_names)
     if method.name == "ulysses":
         ulysses.check_heads(*architecture.heads(module), config.sp_size)
     preflight.check_kernel_for(config.kernel, module, architecture)
