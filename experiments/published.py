@@ -8,11 +8,15 @@ ranks, as the paper's; FPDT 16 Ulysses ranks. No constant of the planner was fit
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
+
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from experiments.table import REPORTED, read_reported
-from upipe import plan
+from upipe import plan, simulate
 from upipe.plan import Machine, Prediction
 from upipe.records import format_tokens
 
@@ -24,7 +28,8 @@ METHODS = {
 }  # fmt: skip
 TWO_NODES = {"ulysses": ("method={name: usp, ring_degree: 2}",), "upipe": ("upipe.ring_degree=2",)}
 TRL = {
-    # model, GPUs, what of its memory levers is set; its checkpointing is per layer, its ring over all GPUs.
+    # model, GPUs, what of its memory levers is set; its checkpointing is per layer, its ring over all GPUs. Without any lever its loss is
+    # of all logits at once, as transformers computes it.
     "example": ("qwen3-8b", "8xH100-80GB", ("memory.loss_tokens=2K", "memory.offload=pinned")),
     "naive": ("qwen3-8b", "8xH100-80GB", ("memory.offload=none",)),
     "levers": ("qwen3-4b", "4xA100-80GB", ("memory.loss_tokens=2K", "memory.offload=pinned")),
@@ -71,6 +76,18 @@ def _predicted(model: str, tokens: int, machine: Machine, words) -> Prediction:
     return plan.predict(plan.request(model, tokens, machine.world, words), machine)
 
 
+@contextlib.contextmanager
+def transformers_loss():
+    """While inside, what is simulated anew has transformers' own loss from whole logits: a copy of them in fp32, its log-softmax,
+    and gradients of both. This library's, from the same logits, makes no fp32 copy and no second gradient."""
+
+    def token_loss_sum(logits, labels):
+        return ForCausalLMLoss(logits, labels, logits.shape[-1], shift_labels=labels)
+
+    with mock.patch.object(simulate.loss, "token_loss_sum", token_loss_sum):
+        yield
+
+
 def _setting(method: str, nodes: int) -> tuple[str, ...]:
     return ("memory.preset=paper", *((nodes > 1 and TWO_NODES.get(method)) or METHODS[method]))
 
@@ -95,7 +112,12 @@ def cases() -> list[Case]:
             machine = Machine.parse(gpus, host_gib=HOST_GIB)
             words = ("memory.preset=none", "model.checkpointing=non-reentrant", "method=ring", *words)
             value = value * GB if row["unit"] == "GB" else value
-            found.append(Case(f"trl-{figure}", model, "ring", tokens, row["metric"], value, _predicted(model, tokens, machine, words)))
+            if figure == "naive":
+                with transformers_loss():
+                    prediction = plan.predict(plan.request(model, tokens, machine.world, words), machine, kept=False)
+            else:
+                prediction = _predicted(model, tokens, machine, words)
+            found.append(Case(f"trl-{figure}", model, "ring", tokens, row["metric"], value, prediction))
     return found
 
 

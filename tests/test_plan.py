@@ -259,10 +259,120 @@ def test_text_and_status(capsys):
     (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M", "memory.offlod=pinned"], "did you mean 'offload'"),
     (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M", "upipe.kernel=fa9"], "fa4"),
     (["--model", "llama3-8b", "--gpus", "8xH100-80GB"], "--max-tokens"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M", "--host-gib", "nan"], "positive numbers"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M", "--host-gib", "inf"], "positive numbers"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1"], "at least 2"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "17M"], "more than 16M"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M", "data.tokens=2M"], "leave data.tokens"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--max-tokens", "data.tokens=64K"], "leave data.tokens"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M", "model.preset=qwen3-8b"], "given by --model"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M", "train.dtype=fp32"], "use bf16"),
+    (["--model", "/no/such/folder", "--gpus", "8xH100-80GB", "--tokens", "1M"], "neither a preset, a folder"),
+    (["--model", "llama3-8b", "--gpus", "8xH100-80GB", "--tokens", "1M", "--plot", "/no/such/folder/x.png"], "No such file"),
 ])  # fmt: skip
 def test_errors_are_one_line(capsys, words, told):
     status, out, err = command(capsys, *words)
     assert status == 2 and out == "" and told in err and err.count("\n") == 1, err
+
+
+def saved(folder, cls, **changes):
+    shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512,
+             "vocab_size": 1000, "head_dim": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # fmt: skip
+    cls(**shape | changes).save_pretrained(folder)
+    return str(folder)
+
+
+def test_models_that_are_not_served(tmp_path, capsys):
+    from transformers import CohereConfig, GPT2Config
+
+    for name, cls in (("gpt2", GPT2Config), ("cohere", CohereConfig)):
+        cls().save_pretrained(tmp_path / name)
+        status, out, err = command(capsys, "--model", str(tmp_path / name), "--gpus", "8xH200", "--tokens", "64K")
+        assert status == 2 and out == "" and f"type '{name}' is not served; types: llama, " in err and err.count("\n") == 1
+
+
+def test_what_to_change_where_states_alone_do_not_fit():
+    """Nothing that makes a step smaller helps then."""
+    one, words = Machine.parse("1xH100-80GB"), ["memory.preset=paper"]
+    found = predict(request("llama3-8b", 2**15, 1, words), one)
+    assert not found.fits and found.advice() == "memory.optimizer=cpu"
+    followed = predict(request("llama3-8b", 2**15, 1, [*words, found.advice()]), one)
+    assert followed.fits and followed.device_gib < found.device_gib - 80
+    found = predict(request("qwen3-32b", 2**15, 8, ["memory.preset=paper", "train.zero_stage=0"]), EIGHT)
+    assert found.advice() == "train.zero_stage=3"
+    found = predict(request("qwen3-32b", 2**15, 8, ["memory.preset=paper"]), Machine.parse("8xA100-40GB"))
+    assert found.advice() == "memory.optimizer=cpu"
+
+
+def test_windows_and_experts_in_time(tmp_path):
+    """A window of the configuration is every layer's; of a mixture of experts those run that a token goes to."""
+    from transformers import MistralConfig, Qwen3MoeConfig
+
+    def time(folder):
+        return predict(request(folder, 2**18, 2), Machine.parse("2xH200"), only_here=True).time
+
+    wide, narrow = (
+        time(saved(tmp_path / str(window), MistralConfig, sliding_window=window)) for window in (None, 2**12)
+    )  # fmt: skip
+    assert narrow["attention, backward"] / wide["attention, backward"] == pytest.approx(2**12 / 2**17)
+    few, many = (
+        time(saved(tmp_path / f"experts{n}", Qwen3MoeConfig, moe_intermediate_size=512, num_experts=16, num_experts_per_tok=n))
+        for n in (2, 16)
+    )
+    assert 3 < many["products"] / few["products"] < 8 and many["attention, backward"] == few["attention, backward"]
+
+
+def test_a_search_for_a_model_whose_layers_cannot_be_fused(tmp_path):
+    from transformers import Gemma2Config
+
+    folder, machine = saved(tmp_path / "gemma2", Gemma2Config, sliding_window=4096), Machine.parse("2xH200")
+    found = fit(folder, 2**17, machine, only_here=True)
+    assert found.fits and not found.run.memory.fused_layers and "fused" not in found.advice()
+    with pytest.raises(ConfigError, match="no layer to fuse"):
+        fit(folder, 2**17, machine, ["memory.fused_layers=true"], only_here=True)
+    least = plan.least(folder, 2**17, machine)
+    assert not least.run.memory.fused_layers
+
+
+def test_a_search_leaves_out_candidates_that_go_against_what_is_given():
+    found = fit("llama3-8b", 2**16, Machine.parse("2xH200"), ["upipe.dx=bf16", "upipe.sp_size=2"], only_here=True)
+    assert found.run.upipe.dx == "bf16" and not found.run.memory.fused_layers
+    with pytest.raises(ConfigError, match="heads_per_stage=5"):
+        fit("llama3-8b", 2**16, EIGHT, ["upipe.heads_per_stage=5"], only_here=True)
+
+
+def test_the_longest_that_is_searched_is_said(capsys, monkeypatch):
+    monkeypatch.setattr(plan, "LONGEST", 2**18)
+    status, out, _ = command(capsys, "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--max-tokens", *FUSED)
+    assert status == 0 and "longest that fits: 262144 tokens, 0.25M, the longest that is searched" in out
+
+
+def test_several_sequences_are_simulated_with_as_many_tokens_in_all(tmp_path, monkeypatch):
+    from transformers import LlamaConfig
+
+    folder, asked = saved(tmp_path / "own", LlamaConfig), []
+    whole = simulate.simulate
+
+    def short(case, lengths=None):
+        asked.append((case.rows, lengths))
+        return whole(case, (8192, 16384))
+
+    monkeypatch.setattr(simulate, "simulate", short)
+    predict(request(folder, 2**22, 2, ["train.micro_batch_size=4"]), Machine.parse("2xH200"))
+    assert asked and all(rows == 4 and lengths == tuple(n // 4 for n in simulate.LENGTHS) for rows, lengths in asked)
+
+
+def test_a_loss_as_transformers_computes_it():
+    """Of whole logits in fp32 three times: log-softmax, its gradient and that of the logits; in this library's once less."""
+    from experiments import published
+
+    case = simulate.Case(simulate.shape_of(plan.described(request("llama3-8b", 2**15, 1))[0]), 1, "fa4", checkpointing="model")
+    ours = simulate.simulate(case, (4096,)).loss[0]
+    with published.transformers_loss():
+        theirs = simulate.simulate(case, (4096,)).loss[0]
+    logits = 4096 * 128256 * 4
+    assert 3.0 < theirs / logits < 3.2 and theirs - ours > 0.9 * logits
+    assert simulate.simulate(case, (4096,)).loss[0] == ours
 
 
 def test_a_ring_of_two_nodes(monkeypatch):

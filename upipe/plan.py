@@ -28,6 +28,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import logging
 import math
 import re
 import tempfile
@@ -38,7 +39,7 @@ from typing import Any
 
 import yaml
 
-from upipe import models, preflight, simulate, stage_width
+from upipe import layer, models, preflight, simulate, stage_width
 from upipe.apply import host_layers
 from upipe.build import ModelConfig, hf_config, is_glm, model_sizes
 from upipe.config import ConfigError, load, to_mapping
@@ -93,6 +94,8 @@ BASELINE_CANDIDATES: dict[str, tuple[str, ...]] = {
     "optimizer on the host": ("memory.preset=fastest", "memory.offload=pinned", "memory.prefetch=false", "memory.optimizer=cpu"),
 }
 """The same under another method than UPipe."""
+RATED_AS = {"fa3": "fa4", "fa2": "flash"}
+"""Kernels without a measured rate, and those whose rate they are given."""
 MERGED_BYTES = {"ring": (18, 12), "usp": (18, 12), "native": (50, 20), "fpdt": (18, 32)}
 """Bytes of device memory that a method moves an element of q, forward and backward, for each visit of other tokens' keys: merging of
 results and sums in fp32, counted from the code."""
@@ -150,8 +153,8 @@ class Machine:
             raise ConfigError(f"--gpus {text!r}: write NUMBERxKIND for one node, as 8xH100-80GB; kinds: {', '.join(gpus())}{hint}")
         if len(names) > 1:
             raise ConfigError(f"--gpus {text!r} may be {' or '.join(names)}: say which")
-        if nodes < 1 or host_gib <= 0:
-            raise ConfigError(f"--nodes {nodes}, --host-gib {host_gib:g}: both must be positive")
+        if nodes < 1 or not 0 < host_gib < math.inf:
+            raise ConfigError(f"--nodes {nodes}, --host-gib {host_gib:g}: both must be positive numbers, such as 2 and 1945")
         return cls(gpus()[names[0]], int(match[1] or 1), nodes, host_gib)
 
     def __str__(self) -> str:
@@ -159,14 +162,23 @@ class Machine:
         return f"{nodes}{self.per_node} x {self.gpu.name}, {self.host_gib:g} GiB of host memory a node"
 
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+GIVEN_BY = dict.fromkeys(("model", "model.preset", "model.pretrained", "model.architecture"), "--model") | dict.fromkeys(
+    ("data", "data.tokens"), "--tokens or --max-tokens"
+)
+"""Settings that options of the command have in hand."""
+
+
 def _model_section(model: str) -> dict[str, Any]:
     if model in preset_shapes() | glm_shapes():
         return {"preset": model}
-    if "/" not in model and not Path(model).exists():
+    if not Path(model).exists() and not _HUB_NAME.fullmatch(model):
         near = difflib.get_close_matches(model, preset_shapes(), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise ConfigError(
-            f"--model {model!r} is neither a preset, a folder, nor a Hugging Face name (OWNER/NAME){hint}. Presets: "
+            f"--model {model!r} is neither a preset, a folder, nor a Hugging Face name (OWNER/NAME){hint}; presets: "
             f"{', '.join(preset_shapes())}"
         )
     return {"pretrained": model}
@@ -175,8 +187,11 @@ def _model_section(model: str) -> dict[str, Any]:
 def request(model: str, tokens: int, world: int, words: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """The configuration of a run, as `upipe train` reads it: bf16 with bf16 gradients, ZeRO-3, all ranks on one sequence and
     preset "fastest", with the settings given in words (`section.key=value`) in their place. Raises ConfigError."""
-    if tokens < 1:
-        raise ConfigError(f"--tokens {tokens}: at least one")
+    if tokens < 2:
+        raise ConfigError(f"--tokens {tokens}: at least 2, so that one has a target")
+    given = sorted({word.partition("=")[0] for word in words} & set(GIVEN_BY))
+    if given:
+        raise ConfigError(f"{given[0]} is given by {GIVEN_BY[given[0]]}: leave {given[0]}=... out")
     mapping = {
         "model": _model_section(model),
         "data": {"path": str(Path(__file__).resolve().parent.parent / "configs" / "books" / "persuasion.txt"), "repeat": True},
@@ -199,13 +214,23 @@ def request(model: str, tokens: int, world: int, words: list[str] | tuple[str, .
 def _described(model: str) -> tuple[Any, Any, str]:
     """Hugging Face configuration, sizes and shape of a model section, as JSON."""
     config = ModelConfig(**json.loads(model))
+    hub = logging.getLogger("huggingface_hub")
+    before = hub.level
+    # Without a network it tells of each of its attempts; one line is enough.
+    hub.setLevel(logging.ERROR)
     try:
         described = hf_config(config)
     except ConfigError as error:
         # The hub's own messages are long.
-        raise ConfigError(f"{' '.join(str(error).split())[:300]}. Presets: {', '.join(preset_shapes())}") from error
+        raise ConfigError(f"{' '.join(str(error).split())[:300].rstrip('. ')}; presets: {', '.join(preset_shapes())}") from error
+    finally:
+        hub.setLevel(before)
     if is_glm(described):
         raise ConfigError("upipe plan does not know GLM models: python -m experiments.glm_ablation predicts their memory")
+    kind = described.get_text_config().model_type
+    if models.of_model_type(kind) is None:
+        served = ", ".join(each.name for each in models.ARCHITECTURES)
+        raise ConfigError(f"{config.pretrained or config.architecture}: a model of type {kind!r} is not served; types: {served}")
     return described, model_sizes(config), shape_of(described)
 
 
@@ -261,7 +286,7 @@ def kernel_of(run: RunConfig, machine: Machine, head_dim: int) -> str:
 def _tflops(kernel: str, direction: str, tokens: int, machine: Machine) -> float:
     """Attention's rate at a length: measured on the H200, between lengths by a line, beyond them the nearest; times the ratio
     of the GPUs' data sheets."""
-    table = rates()["attention"].get({"fa3": "fa4", "fa2": "flash"}.get(kernel, kernel))
+    table = rates()["attention"].get(RATED_AS.get(kernel, kernel))
     if table is None:
         raise ConfigError(f"upipe.kernel={kernel}: no rate was measured; use auto, {', '.join(rates()['attention'])}")
     points = sorted((int(n), rate) for n, rate in table[direction].items())
@@ -341,6 +366,7 @@ class Prediction:
     def advice(self) -> str:
         """The setting to change for the limit that binds, one line."""
         memory, upipe, ours = self.run.memory, self.run.upipe, self.run.method.name == "upipe"
+        fusable = described(self.run)[0].get_text_config().model_type in layer.SERVED
         if self.limit == "host":
             spare, lacking = self.layers // 2 - self.pairs, math.ceil(-self.headroom["host"] / self.input_gib)
             more = self.pairs + (lacking if 0 < lacking <= spare else spare)
@@ -359,12 +385,18 @@ class Prediction:
             ]
             rest = "more host memory or more nodes with a larger upipe.sp_size"
         else:
+            states = sum(self.device[name] for name in ("parameters", "gradients", "optimizer"))
+            alone = states > self.machine.gpu.usable_gib    # nothing that shortens a step's own memory would do
             steps = [
+                ("train.zero_stage=3", alone and self.run.train.zero_stage < 3 and self.machine.world > 1),
+                ("memory.optimizer=cpu", alone and memory.optimizer == "device" and self.run.train.zero_stage > 0
+                 and states - self.device["optimizer"] < self.machine.gpu.usable_gib),
+                ("more GPUs", alone),
                 ("memory.loss_tokens=2K", memory.loss_tokens is None),
                 ("memory.offload=pinned", memory.offload == "none" or (memory.offload == "auto" and self.sent_layers < self.layers - 1)),
                 ("memory.mlp_tokens=8K memory.norm_tokens=8K", memory.mlp_tokens is None or memory.norm_tokens is None),
                 ("method=upipe", not ours),
-                ("memory.fused_layers=true upipe.dx=gemm", not memory.fused_layers),
+                ("memory.fused_layers=true upipe.dx=gemm", not memory.fused_layers and fusable),
                 ("upipe.overlap=false", upipe.overlap),
                 ("memory.prefetch=false", memory.prefetch and memory.offload != "none"),
                 (
@@ -403,13 +435,15 @@ class Prediction:
         gpu = self.machine.gpu
         scaled = "measured on two H200s" if gpu.provenance == "measured" else "those of the H200 scaled by data sheets"
         kernel = "measured on an H200" if self.kernel in simulate.MEASURED else "assumed"
+        attention = f"attention (as {RATED_AS[self.kernel]}'s, assumed)" if self.kernel in RATED_AS else "attention"
         where = "now" if not self.kept else "kept in plan_layers.json"
         if self.kept and not simulate.is_current():
             where += ", of other code than this: python -m upipe.simulate makes it again"
         return {
             "layer and loss": f"simulated with the real code ({where})",
             "attention kernel's own memory": kernel, "states, buffers": "arithmetic", "margin, system": "assumed",
-            "rates": f"attention, links, products of heads {scaled}; other products, gathers, 8-GPU host copies, what a ring hides assumed",
+            "rates": f"{attention}, links, products of heads {scaled}; other products, gathers, 8-GPU host copies, what a ring hides "
+            "assumed",
         }  # fmt: skip
 
     def text(self) -> str:
@@ -438,9 +472,12 @@ class Prediction:
 def predict(run: RunConfig, machine: Machine, kept: bool = True, only_here: bool = False) -> Prediction:
     """Memory and time of a run on a machine. Raises ConfigError for what cannot be run, with what would work.
 
-    kept: use results in plan_layers.json; False simulates anew. only_here: simulate what is not there at this length alone.
+    kept: use results in plan_layers.json; False simulates anew. only_here: simulate what is not there at this length alone, where
+    that is quicker than lines through several.
     """
     sp, world, tokens = run.upipe.sp_size, machine.world, run.data.tokens
+    if run.train.dtype == "fp32":
+        raise ConfigError("train.dtype=fp32: attention kernels of GPUs take bf16, and no rate or memory of another is known; use bf16")
     if sp < 1 or world % sp:
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(f"upipe.sp_size={sp} does not divide the {world} GPUs; use one of {', '.join(map(str, divisors))}")
@@ -449,6 +486,11 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True, only_here: bool
     except ValueError as error:
         raise ConfigError(f"upipe.{error}") from error
     ring, ulysses = degrees(run)
+    if tokens > LONGEST * ring:
+        raise ConfigError(
+            f"{format_tokens(tokens)} tokens are more than {format_tokens(LONGEST * ring)}, the longest that is planned (of a ring rank "
+            f"{format_tokens(LONGEST)}): one head has 2**31 elements then, more than kernels index; use fewer, or a ring of more ranks"
+        )
     hf, sizes, shape = described(run)
     text = hf.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -472,9 +514,13 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True, only_here: bool
     def peaks_for(case: Case) -> simulate.Peaks:
         if not kept:
             return simulate.simulate(case)
-        if only_here and simulate.cached(case) is None:
-            layout = Zigzag(ring, ulysses) if run.method.name == "upipe" else run.method.layout(sp)
-            return simulate.simulate(case, (layout.padded(tokens) // sp,))
+        if simulate.cached(case) is None:
+            if only_here and case.method != "fpdt" and local * case.rows <= simulate.LENGTHS[-1]:
+                layout = Zigzag(ring, ulysses) if run.method.name == "upipe" else run.method.layout(sp)
+                return _simulated(case, (layout.padded(tokens) // sp,))
+            if case.rows > 1 and case.method == "upipe":
+                # As many tokens in all as of one sequence.
+                return _simulated(case, tuple(max(1024, n // case.rows // 1024 * 1024) for n in simulate.LENGTHS))
         return peaks_of(case)
 
     peaks = simulate.highest([peaks_for(case) for case in cases])
@@ -488,6 +534,11 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True, only_here: bool
         {name: value / GIB for name, value in host.items()}, spent, sizes.layers, plan.sent_layers,
         plan.attention_layers, plan.pairs, kept and all(simulate.cached(case) is not None for case in cases),
     )  # fmt: skip
+
+
+@functools.cache
+def _simulated(case: Case, lengths: tuple[int, ...]) -> simulate.Peaks:
+    return simulate.simulate(case, lengths)
 
 
 def state_bytes(run: RunConfig, parameters: int, world: int) -> dict[str, int]:
@@ -578,6 +629,8 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     heads = -(-schedule.heads // ulysses)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
     window = getattr(text, "sliding_window", None)
+    if models.of_model_type(text.model_type).window_in_config:
+        kinds = ["sliding_attention"] * layers
     scores = [S * min(S / 2, window) if window and kind == "sliding_attention" else S * S / 2 for kind in kinds[:layers]]
     each = 4 * head_dim * heads * train.micro_batch_size / ring
     # A ring's calls are of a ring rank's tokens, FPDT's of a chunk's.
@@ -591,6 +644,10 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     D, H, K, d = sizes.hidden_size, schedule.heads, schedule.kv_heads, head_dim
     qkv, projections = D * d * (H + 2 * K), D * d * (2 * H + 2 * K)
     mlp = sizes.layer_parameters - projections
+    # Of a mixture of experts those that a token goes to; the router's own work is not counted.
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    if experts:
+        mlp *= text.num_experts_per_tok / experts
     tiled = memory.mlp_tokens is not None or memory.fused_layers
     mlp_again = checkpointed and not memory.fused_layers
     products = layers * mlp * (3 + mlp_again + 2 / 3 * tiled) + 3 * sizes.vocab_size * D + mlp * len(firsts)
@@ -713,7 +770,7 @@ def _copies(run, machine: Machine, plan, again: int, forward: float, backward: f
     return exposed
 
 
-def with_pairs(found: Prediction) -> list[Prediction]:
+def with_pairs(found: Prediction, only_here: bool = False) -> list[Prediction]:
     """The prediction, and those with one stored input for two layers that may help: of the fewest pairs with which the host holds
     the inputs, and of all layers, which leaves it room for more attention outputs."""
     run, most = found.run, found.layers // 2
@@ -725,15 +782,22 @@ def with_pairs(found: Prediction) -> list[Prediction]:
     if some_made_again or 0 < lacking <= most:
         counts.add(most)
     memories = [dataclasses.replace(run.memory, store_every=2, pairs=n) for n in sorted(counts)]
-    return [found, *(predict(dataclasses.replace(run, memory=memory), found.machine) for memory in memories)]
+    return [found, *(predict(dataclasses.replace(run, memory=memory), found.machine, only_here=only_here) for memory in memories)]
 
 
-def _left_open(own: tuple[str, ...], words) -> list[str]:
-    """Of a candidate's own settings those that the words given leave open."""
+def _left_open(own: tuple[str, ...], words, fused: bool = True) -> list[str]:
+    """Of a candidate's own settings those that the words given leave open; fused: layers may be fused."""
     given = {word.partition("=")[0] for word in words}
     if "upipe.attention_output=device" in words:
         given.add("upipe.attention_output_layers")
+    if not fused:
+        given |= {"memory.fused_layers", "memory.offload_within_layer"}
     return [word for word in own if word.partition("=")[0] not in given]
+
+
+def _may_fuse(run: RunConfig, words) -> bool:
+    """Whether this model's layers can be fused, under what is given in words."""
+    return described(run)[0].get_text_config().model_type in layer.SERVED and not {"upipe.dx=bf16", "memory.offload=none"} & set(words)
 
 
 def _is_upipe(words) -> bool:
@@ -744,21 +808,25 @@ def _is_upipe(words) -> bool:
 
 def least(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction:
     """With LEAST, as far as the words leave it open, and as many pairs of layers as leave the most."""
+    fused = _may_fuse(request(model, tokens, machine.world, words), words)
     runs = []
     for own in LEAST if _is_upipe(words) else (BASELINE_CANDIDATES["no prefetch"],):
         with contextlib.suppress(ConfigError):
-            runs.append(request(model, tokens, machine.world, [*_left_open(own, words), *words]))
+            runs.append(request(model, tokens, machine.world, [*_left_open(own, words, fused), *words]))
     if not runs:
         runs = [request(model, tokens, machine.world, words)]
     found = [each for run in runs for each in with_pairs(predict(run, machine))]
     return max(found, key=lambda each: min(each.headroom.values()))
 
 
-def fit(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction | None:
+def fit(
+    model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = (), only_here: bool = False
+) -> Prediction | None:
     """The fastest of CANDIDATES that fits, over every sp_size that divides the GPUs; of equals (1 %) the smallest sp_size, so
-    that sequence parallelism goes only as far as needed. What is given in words is not changed. None where nothing fits."""
+    that sequence parallelism goes only as far as needed. What is given in words is not changed. None where nothing fits.
+    only_here: as of `predict`."""
     best: Prediction | None = None
-    for prediction in _candidates(model, tokens, machine, words):
+    for prediction in _candidates(model, tokens, machine, words, only_here):
         if prediction.fits and (best is None or _better(prediction, best)):
             best = prediction
     return best
@@ -769,32 +837,28 @@ def _better(a: Prediction, b: Prediction) -> bool:
     return gain > 1.01 or (gain > 0.99 and a.run.upipe.sp_size < b.run.upipe.sp_size)
 
 
-def _candidates(model: str, tokens: int, machine: Machine, words):
+def _candidates(model: str, tokens: int, machine: Machine, words, only_here: bool):
     given = {word.partition("=")[0] for word in words}
-    ring = request(model, tokens, machine.world, words).upipe.ring_degree
+    plain = request(model, tokens, machine.world, words)
+    ring, fused = plain.upipe.ring_degree, _may_fuse(plain, words)
     widths = [n for n in range(machine.world, 0, -1) if machine.world % n == 0 and n % max(1, ring) == 0] or [None]
     if "upipe.sp_size" in given:
         widths = [None]
     candidates = CANDIDATES if _is_upipe(words) else BASELINE_CANDIDATES
-    names = list(candidates)
+    names, some, refused = list(candidates), False, None
     for sp in widths:
         fitted = []
         for name in names:
-            own = _left_open(candidates[name], words)
+            own = _left_open(candidates[name], words, fused)
             extra = [] if sp is None else [f"upipe.sp_size={sp}"]
             try:
-                run = request(model, tokens, machine.world, [*own, *extra, *words])
-            except ConfigError:
-                if "memory.offload_within_layer=true" in own:
-                    continue  # it asks for more than what the words leave open
-                raise
-            try:
-                prediction = predict(run, machine)
-            except ConfigError:
-                if sp in (None, widths[-1]):
-                    raise
-                break  # more ranks than this model's heads take
-            found = with_pairs(prediction) if not given & {"memory.store_every", "memory.pairs"} else [prediction]
+                prediction = predict(request(model, tokens, machine.world, [*own, *extra, *words]), machine, only_here=only_here)
+            except ConfigError as error:
+                # A candidate that goes against what is given, or more ranks than this model's heads take.
+                refused = refused or error
+                continue
+            some = True
+            found = with_pairs(prediction, only_here) if not given & {"memory.store_every", "memory.pairs"} else [prediction]
             if any(each.fits for each in found):
                 fitted.append(name)
             yield from found
@@ -802,6 +866,8 @@ def _candidates(model: str, tokens: int, machine: Machine, words):
             return
         # What does not fit on some ranks does not fit on fewer.
         names = fitted or names
+    if not some:
+        raise refused
 
 
 def max_tokens(model: str, machine: Machine, words=(), *, fitting: bool = False) -> Prediction | None:
@@ -875,7 +941,7 @@ def plot(predictions: list[Prediction], path: str | Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: {error}") from error
+        raise ConfigError(f"--plot {path}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         pyplot.close(figure)
 
@@ -889,9 +955,9 @@ def command(arguments: SimpleNamespace) -> int:
         found = max_tokens(model, machine, words, fitting=arguments.fit)
         longest = 0 if found is None else found.tokens
     elif arguments.fit:
-        found = fit(model, arguments.tokens, machine, words)
+        found = fit(model, arguments.tokens, machine, words, only_here=True)
     else:
-        found = predict(request(model, arguments.tokens, machine.world, words), machine)
+        found = predict(request(model, arguments.tokens, machine.world, words), machine, only_here=True)
     if found is None:
         # Nothing fits: say what is in the way.
         tokens = arguments.tokens or GRAIN
@@ -906,6 +972,7 @@ def command(arguments: SimpleNamespace) -> int:
         print(json.dumps(found.to_json(longest), indent=1))
     else:
         if longest is not None:
-            print(f"longest that fits: {longest} tokens, {longest / 2**20:.2f}M")
+            end = ", the longest that is searched" if longest == LONGEST else ""
+            print(f"longest that fits: {longest} tokens, {longest / 2**20:.2f}M{end}")
         print(found.text())
     return 0 if found.fits else 1
