@@ -2,6 +2,7 @@
 
     python -m experiments.accuracy          # the table, from the records
     python -m experiments.accuracy --fit    # and the constants that the fitted half gives, for plan_rates.json
+    python -m experiments.accuracy --stack --results DIR    # every point of DIR/stack.jsonl, of all methods
 
 A point is one configuration; one that was measured in several runs counts once, with the median. Fitted: one attention block of
 Llama3-8B on two GPUs at 16K, 64K and 256K tokens. Held out, all of shapes or settings that the fit has not seen: 512K and 128K tokens,
@@ -10,23 +11,33 @@ bare kernel (`plan_rates.json`), in runs of their own.
 
 Peak: of a block above its inputs, of a whole model above the states that it began with. Host: page-locked memory of a node. States:
 parameters, gradients, optimizer and buckets.
+
+--stack: the planner's error for each point of `experiments.stack` that ran, whatever its method, a line and a record of provenance
+"predicted" each (accuracy.jsonl in the same folder: `of_run`, `point`, `measured`, `off`), and by name what it has no prediction for.
+No point is fitted or judged there: the exit status is 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import re
 import statistics
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from experiments import points
 from experiments.live import block_peak
+from experiments.predict import record_of
+from experiments.runs import command_line, exit_status, made_by
 from upipe import plan, records
-from upipe.config import from_mapping
+from upipe.config import ConfigError, from_mapping
+from upipe.methods import config as methods
 from upipe.plan import GIB, Machine, Prediction, rates
-from upipe.records import format_tokens
+from upipe.presets import preset_shapes
+from upipe.records import Record, format_tokens
 from upipe.trainer import RunConfig
 
 RESULTS = points.ROOT / "experiments" / "results"
@@ -128,25 +139,91 @@ def block_points() -> list[Point]:
 
 
 def stack_prediction(record: dict[str, Any]) -> Prediction:
-    """A setting of `experiments.stack` as the planner has it."""
-    shape = {"architecture": "llama", "hidden_size": record["hidden_size"], "layers": record["layers"], "heads": record["heads"],
-             "kv_heads": record["kv_heads"], "head_dim": record["head_dim"], "intermediate_size": 14336,
-             "vocab_size": record["vocabulary"], "checkpointing": "non-reentrant"}  # fmt: skip
-    host = record["attention_output"] == "host"
+    """A setting of `experiments.stack` as the planner has it. Raises ConfigError for what it does not know."""
+    preset, setting, method = record["model"].replace("_", "-"), record["setting"], record["method"]
+    if preset not in preset_shapes():
+        raise ConfigError(f"model {record['model']}: no preset of the planner")
+    if method not in methods.NAMES:
+        raise ConfigError(f"method {method}: unknown to the planner")
+    if "loss=hf" in setting:
+        raise ConfigError("loss=hf: a loss that the planner does not know")
+    sp, host, ours = record["sp"] * (record["ring"] or 1), record["attention_output"] == "host", method == "upipe"
+    upipe: dict[str, Any] = {"sp_size": sp, "kernel": record["kernel"]}
+    if ours:
+        upipe |= {"heads_per_stage": record["heads_per_stage"], "attention_output": record["attention_output"],
+                  "overlap": record["overlap"], "ring_degree": record["ring"] or 1}  # fmt: skip
+        upipe |= {"attention_output_layers": record["attention_output_host_layers"]} if host else {}
+        upipe |= {"dx": "bf16"} if record["dx"] == "bfloat16" else {}
+    section: dict[str, Any] = {"name": method}
+    section |= {"ring_degree": record["ring"]} if method == "usp" else {}
+    chunk = re.search(r"chunk=(\d+)", setting)
+    section |= {"chunk_tokens": int(chunk[1])} if chunk else {}
+    tiles = (re.search(r"tiles=(\w+)", setting) or ["", "on"])[1]
+    pairs, keep = record.get("pairs"), re.search(r"keep=(\d+)", setting)
+    memory = {
+        "mlp_tokens": record["tile_tokens"], "norm_tokens": 8192 if tiles in ("on", "mlp") else None,
+        "loss_tokens": 2048 if tiles in ("on", "loss") else None, "offload": record["offload"], "fused_layers": record["fused"],
+        "prefetch": "prefetch=off" not in setting,
+        **({"store_every": 2, "pairs": pairs} if pairs else {}), **({"keep_layers_on_gpu": int(keep[1])} if keep else {}),
+    }  # fmt: skip
     run = from_mapping(RunConfig, {
-        "model": shape, "train": {"dtype": "bf16", "gradient_dtype": "bf16", "zero_stage": 3},
-        "upipe": {"sp_size": record["sp"], "heads_per_stage": record["heads_per_stage"], "kernel": record["kernel"],
-                  "attention_output": record["attention_output"], "overlap": record["overlap"],
-                  **({"attention_output_layers": record["attention_output_host_layers"]} if host else {})},
-        "memory": {"mlp_tokens": record["tile_tokens"], "norm_tokens": 8192, "loss_tokens": 2048, "offload": record["offload"],
-                   "fused_layers": record["fused"], "prefetch": "prefetch=off" not in record["setting"]},
+        "model": {"preset": preset, "layers": record["layers"],
+                  "checkpointing": "none" if "checkpoint=off" in setting else "non-reentrant"},
+        "train": {"dtype": "bf16", "gradient_dtype": "bf16", "zero_stage": 3}, "upipe": upipe, "method": section, "memory": memory,
         "data": {"path": str(points.ROOT / "configs" / "books" / "persuasion.txt"), "tokens": record["tokens"]},
     })  # fmt: skip
-    return plan.predict(run, Machine.parse(f"{record['gpus']}xH200", host_gib=record["host_gib"]), kept=False)
+    return plan.predict(run, machine_of(record), kept=False)
+
+
+def machine_of(record: dict[str, Any]) -> Machine:
+    """What a record was measured on. Raises ConfigError for a machine that the planner does not know."""
+    if not record["gpus"]:
+        raise ConfigError("no GPU")
+    return Machine.parse(f"{record['gpus']}x{record['gpu'].removeprefix('NVIDIA ').split()[0]}", host_gib=record["host_gib"])
 
 
 STATES = ("parameters", "gradients", "optimizer", "buckets")
 """Components that a step begins with."""
+
+
+def stack_point(record: dict[str, Any], prediction: Prediction) -> Point:
+    """A point of `experiments.stack` beside what is predicted of it."""
+    # Two engines' states are in what it began with; buckets are made with an engine.
+    parts = prediction.device
+    above = prediction.device_gib - parts["margin"] - sum(parts[name] for name in STATES)
+    on_host = prediction.host["layer inputs"] + prediction.host["attention outputs"] + prediction.host.get("attention chunks", 0.0)
+    name = f"{record['layers']} layers, {record['setting']}, {record['kernel']}, {format_tokens(record['tokens'])}"
+    return Point(
+        name, False, {"peak": record["peak_above_states_gib"], "host": record["host_pinned_gib"], "time": record["time_s"]},
+        {"peak": above, "host": on_host, "time": prediction.time_s},
+    )  # fmt: skip
+
+
+def stack_points(folder: Path, runs: list[str] | None, made_with: dict[str, Any]) -> tuple[list[Point], list[Record], list[str]]:
+    """Points of the stack.jsonl in a folder, their records, and a line for each without a prediction. runs: of these run_ids alone.
+
+    Raises ConfigError where there are none.
+    """
+    measured = [r for r in records.load(folder / "stack.jsonl") if not runs or r["run_id"] in runs]
+    if not measured:
+        raise ConfigError(f"{folder / 'stack.jsonl'}: no records{f' of run {runs}' if runs else ''}")
+    found, kept, left_out = [], [], []
+    for r in measured:
+        where = f"{r['run_id']} {r['layers']} layers, {r['setting']}, {format_tokens(r['tokens'])}"
+        if r["outcome"] != "ok":
+            left_out.append(f"{where}: {r['outcome']}, {r['reason']}")
+            continue
+        try:
+            prediction = stack_prediction(r)
+        except ValueError as error:
+            left_out.append(f"{where}: {error}")
+            continue
+        point = stack_point(r, prediction)
+        found.append(point)
+        off = {name: point.off(name) for name in BOUNDS}
+        record = record_of(prediction, r["point"], made_with, of="stack", of_run=r["run_id"], measured=point.measured, off=off)
+        kept.append(record.updated({"experiment": "accuracy", "layers": r["layers"]}))
+    return found, kept, left_out
 
 
 def model_points() -> list[Point]:
@@ -155,16 +232,7 @@ def model_points() -> list[Point]:
     for r in _ok("stack"):
         if r["method"] != "upipe":
             continue
-        prediction = stack_prediction(r)
-        # Two engines' states are in what it began with; buckets are made with an engine.
-        parts = prediction.device
-        above = prediction.device_gib - parts["margin"] - sum(parts[name] for name in STATES)
-        on_host = prediction.host["layer inputs"] + prediction.host["attention outputs"]
-        name = f"{r['layers']} layers, {r['setting']}, {r['kernel']}, {format_tokens(r['tokens'])}"
-        found.append(Point(
-            name, False, {"peak": r["peak_above_states_gib"], "host": r["host_pinned_gib"], "time": r["time_s"]},
-            {"peak": above, "host": on_host, "time": prediction.time_s},
-        ))  # fmt: skip
+        found.append(stack_point(r, stack_prediction(r)))
     for r in _ok("llama3_8b_4layers-2gpu"):
         settings = r["settings"]
         run = from_mapping(RunConfig, {
@@ -233,10 +301,29 @@ def summary(found: list[Point]) -> str:
     return "\n".join(lines)
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--fit", action="store_true", help="print what the fitted half gives, beside what plan_rates.json has")
+    made.add_argument("--stack", action="store_true", help="every point of stack.jsonl in --results instead, and records of them")
+    made.add_argument("--run", nargs="+", metavar="RUN_ID", help="with --stack: points of these runs alone")
+    made.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of --stack; by default the project's own")
+    made.add_argument("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
+    return made
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="print what the fitted half gives, beside what plan_rates.json has")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
+
+    def stack() -> int:
+        made_with = made_by(command_line("experiments.accuracy", arguments).strip(), options.commit, "accuracy")
+        found, kept, left_out = stack_points(options.results, options.run, made_with)
+        for record in kept:
+            records.append(record, options.results)
+        print(table(found) + "".join(f"\nno prediction: {line}" for line in left_out) + f"\n\n{summary(found)}")
+        return 0
+
+    if options.stack:
+        return exit_status("experiments.accuracy", stack)
     if options.fit:
         for name, value in fit().items():
             print(f"{name}: {value:.4g} (plan_rates.json: {rates()[name]:.4g})")

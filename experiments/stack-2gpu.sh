@@ -11,11 +11,12 @@
 #   methods     4 layers at 128K and 256K: every method                                            (about 5 min)
 #   methods512K the same at 512K, one timed step each                                              (about 6 min)
 #   1M          2 layers at 1M: Ulysses and UPipe, one timed step each                             (about 5 min)
+#   gradients   4 layers at 8K and 64K: gradients of the methods beside the unsharded model      (under 3 min)
 #   one         one GPU: 4 layers at 256K, head groups against all heads at once                   (about 3 min)
 #   trl         one GPU: the TRL guide's ladder under 77 GiB                                       (about 3 min)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-part=${1:?name a part: alst, whole, qwen, offload, ladder, methods, methods512K, 1M, one or trl}
+part=${1:?name a part: alst, whole, qwen, offload, ladder, methods, methods512K, 1M, gradients, one or trl}
 shift
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 on() { torchrun --standalone --nproc_per_node "$1" -m "${@:2}"; }
@@ -31,10 +32,11 @@ ladder)      on 2 experiments.ladder --preset figure1 --memory-only "$@" ;;
 methods)     on 2 experiments.stack --layers 4 --tokens 128K 256K --profile --rounds 1 --warmup 0 --settings "${every[@]}" "$@" ;;
 methods512K) on 2 experiments.stack --layers 4 --tokens 512K --profile --once --short 64K --apart --settings "${every[@]}" "$@" ;;
 1M)          on 2 experiments.stack --layers 2 --tokens 1M --once --short 64K --apart --settings ulysses upipe:host upipe:device "$@" ;;
+gradients)   on 2 experiments.gradients --layers 4 --tokens 8K 64K --kernel fa4 --methods ulysses ring upipe:host upipe:device "$@" ;;
 one)         on 1 experiments.stack --layers 4 --tokens 256K --kernel fa4 --settings upipe upipe:U=H --rounds 1 --warmup 0 "$@" ;;
 trl)         on 1 experiments.ladder --preset trl --memory-only "$@" ;;
 *)
-    echo "unknown part $part: alst, whole, qwen, offload, ladder, methods, methods512K, 1M, one or trl" >&2
+    echo "unknown part $part: alst, whole, qwen, offload, ladder, methods, methods512K, 1M, gradients, one or trl" >&2
     exit 2
     ;;
 esac

@@ -63,7 +63,8 @@ def test_settings_are_written_as_they_are_read():
     assert Setting.parse("plain:checkpoint=off").offload == "none"
     for text in (
         *SETTINGS, "plain:checkpoint=off,tiles=off,loss=hf", "ulysses:tiles=loss", "alst:offload=none,tiles=off",
-        "upipe:layer=fused", "ring", "usp:ring=2", "fpdt:chunk=4096,tiles=off", "native:offload=none", "ulysses:rope=model",
+        "upipe:layer=fused", "upipe:host,ring=2", "ring", "usp:ring=2",
+        "fpdt:chunk=4096,tiles=off", "native:offload=none", "ulysses:rope=model",
         *(rung.setting for preset in ladder.PRESETS.values() for rung in preset.rungs),
     ):
         setting = Setting.parse(text)
@@ -74,7 +75,7 @@ def test_settings_are_written_as_they_are_read():
         ("upipe:device=3", "device"), ("upipe:host,checkpoint=off", "checkpoint=on"),
         ("upipe:checkpoint=off,offload=pinned", "checkpoint=on"),
         ("alst:offload=pageable", "pinned|none"), ("alst:tiles=loss", "on|off"), ("ulysses:host", "none of"),
-        ("ring:ring=2", "none of"), ("fpdt:chunk=x", "TOKENS"), ("native:rope=model", "none of"),
+        ("ring:ring=2", "none of"), ("upipe:ring=0", "ring=RANKS"), ("fpdt:chunk=x", "TOKENS"), ("native:rope=model", "none of"),
         ("upipe:layer=fused,dx=bf16", "dx=gemm"), ("upipe:offload=disk", "none|pinned|pageable"),
     ):
         with pytest.raises(ConfigError, match=says.replace("|", r"\|")):
@@ -108,7 +109,8 @@ def test_zero_attention_allocates_as_the_kernel_and_answers_zeros():
 ENGINES = (
     ("alst",), ("alst:offload=none,tiles=off",), ("ulysses:tiles=loss",), ("ulysses:checkpoint=off,tiles=off,loss=hf",),
     ("upipe:device", "upipe:host=1", "upipe:host,dx=bf16"), ("upipe:host,layer=fused", "upipe:device,layer=fused,offload=none"),
-    ("upipe:tiles=off,offload=none",), ("ring",), ("usp:ring=2,checkpoint=off",), ("fpdt:chunk=32",), ("ulysses:rope=model",),
+    ("upipe:tiles=off,offload=none",), ("ring",), ("usp:ring=2,checkpoint=off",),
+    ("upipe:host,ring=2", "upipe:device,U=H,ring=2"), ("fpdt:chunk=32",), ("ulysses:rope=model",),
 )
 
 
@@ -135,6 +137,7 @@ def _gradients(engines, dtype):
 @pytest.mark.parametrize("ranks,engines,dtype,bound", [
     pytest.param(2, ENGINES, "float32", 1e-5, marks=pytest.mark.slow),
     (1, (("plain:checkpoint=off,tiles=off,loss=hf",), ENGINES[0], ENGINES[4]), "float32", 1e-5),
+    (2, (("ulysses:rope=model",), ("upipe:host,ring=2", "upipe:device,U=H,ring=2")), "float32", 1e-5),
     (2, (("alst:offload=none,tiles=off",), ("alst",), ("upipe:device",)), "bfloat16", 5e-2),
 ])
 def test_every_setting_has_the_same_loss_and_gradients(worlds, ranks, engines, dtype, bound):
@@ -193,6 +196,14 @@ def _check(r, found, ranks):
     assert r["heads_per_stage"] == (8 if "U=H" in setting else ranks)
     pages = r["host_pinned_gib"] * GIB + r["host_pageable_gib"] * GIB
     assert pages >= ranks * r["bytes_to_host"] and (r["host_pageable_gib"] > 0) == (r["offload"] == "pageable")
+
+
+def test_rounds_of_settings_apart(worlds, tmp_path):
+    arguments = ["--tokens", "64", "--apart", "--rounds", "2", "--warmup", "0", "--kernel", "reference", "--settings"]
+    printed, done, problems = worlds(1).run(_stack, folder=str(tmp_path), arguments=[*arguments, "plain", "upipe:host", "upipe:device"])[0]
+    assert problems == [] and [(r["engines"], len(r["times_s"]), r["warmup_steps"]) for r in done] == [(1, 2, 2)] * 3
+    turns = [line.split(": ")[1].split(" ")[0].split(",")[0] for line in printed.splitlines() if line.startswith("64 round")]
+    assert turns == ["plain:offload=pinned"] * 2 + ["upipe:host"] * 2 + ["upipe:device"] * 2
 
 
 @pytest.mark.slow
@@ -296,6 +307,7 @@ def test_refusals(tmp_path, capsys):
 def _refused_in_a_world(folder):
     for arguments, says in (
         (["--settings", "native"], "method=native on cpu"), (["--settings", "usp:ring=3"], "use one of 1, 2"),
+        (["--settings", "upipe:ring=3"], "'upipe:device,ring=3.*: ring=3 does not divide the 2 ranks.*use one of 1, 2"),
         (["--tokens", "65"], "multiple of 2"), (["--sp", "3"], "does not divide"), (["--settings", "plain"], "--sp 1"),
         (["--settings", "upipe:host=3"], "2 layers"), (["--settings", "upipe:U=3"], "heads_per_stage=3"),
         (["--memory-only", "--kernel", "reference"], "not been measured"),
