@@ -52,14 +52,20 @@ def _loss_of_what_is_not_sharded_here():
     model, other = tiny_model("llama", 4, 2), tiny_model("llama", 4, 2)
     handle = upipe.apply(model, UPipeConfig(sp_size=2))
     batch = _one_batch(handle)
+    begun = iter(handle.shard([{"input_ids": torch.arange(12)[None], "labels": torch.arange(12)[None]}] * 2))
+    next(begun)
     with pytest.raises(PreflightError, match="another model"):
         handle.loss(other, batch)
     twin = copy.deepcopy(model)
     handle.remove()
     with pytest.raises(PreflightError, match="handle was removed"):
         handle.loss(model, batch)
-    with pytest.raises(PreflightError, match="handle was removed"):
-        handle.shard([])
+    for ask in (
+        lambda: handle.shard([]), lambda: handle.adapt([]), lambda: handle.positions(6), lambda: handle.gather(batch["input_ids"]),
+        lambda: next(begun),
+    ):
+        with pytest.raises(PreflightError, match="^this handle was removed: call upipe.apply again$"):
+            ask()
     with pytest.raises(PreflightError, match="copy of a model"):
         twin(input_ids=batch["input_ids"])
     again = upipe.apply(twin, UPipeConfig(sp_size=1))

@@ -4,6 +4,7 @@ measured, the search finds the longest length."""
 import contextlib
 import io
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from experiments import ladder, stack, stack_report
 from experiments.alst import chunks
+from experiments.runs import new_run_id
 from experiments.stack_methods import Engine, Setting, Shape, Together, ZeroAttention, named_kernel
 from tests.plain import assert_close
 from tests.sharded import gradients
@@ -326,7 +328,7 @@ def _refused_in_a_world(folder):
 
 def _agree(name):
     ranks = Together(name, seconds=0.5)
-    told = ranks.every({"rank": dist.get_rank()}), ranks.seconds()
+    told = ranks.every({"rank": dist.get_rank()}), ranks.seconds(), new_run_id()
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"ranks \[1\] did not answer for 0.5 s"):
             ranks.every(0)
@@ -336,6 +338,9 @@ def _agree(name):
 def test_ranks_agree_or_say_who_is_lost(worlds, tmp_path):
     first, second = worlds(2).run(_agree, name=str(tmp_path))
     assert first == second and first[0] == [{"rank": 0}, {"rank": 1}]
+    # A run is named the same way where no world is running.
+    names = {first[2], new_run_id(), new_run_id()}
+    assert len(names) == 3 and all(re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{6}", name) for name in names)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

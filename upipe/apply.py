@@ -28,7 +28,7 @@ from upipe import kernels, loss, models, preflight, stage_width
 from upipe.block import BlockSpec, attention_block
 from upipe.comm import SequenceParallelGroups, init_distributed, node_ranks
 from upipe.kernels import Offsets
-from upipe.loader import AdaptedLoader, ShardedLoader
+from upipe.loader import REMOVED, AdaptedLoader, ShardedLoader
 from upipe.preflight import PreflightError
 from upipe.ring import on_ring
 from upipe.schedule import HeadSchedule
@@ -451,6 +451,7 @@ class Handle:
 
     def positions(self, length: int) -> torch.Tensor:
         """[1, L] positions in the padded sequence of this rank's `length` tokens. Raises PreflightError where no shard has so many."""
+        self._check_open()
         made = self._sharding.local_positions(length, self.device)
         if made.shape[1] != length:
             raise PreflightError(f"no shard has {length} tokens with sp_size={self.mesh}: the next have {made.shape[1]}; handle.shard pads")
@@ -458,11 +459,12 @@ class Handle:
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The shards [B, L, ...] of a sequence's ranks as the whole padded one in its order, [B, S, ...]; collective, no autograd."""
+        self._check_open()
         return self._sharding.join(local.detach())
 
     def _check_open(self) -> None:
         if self._sharding.closed:
-            raise PreflightError("this handle was removed: call upipe.apply again")
+            raise PreflightError(REMOVED)
 
     def loss(self, engine, batch: dict) -> torch.Tensor:
         """Forward pass and loss of one sharded micro-batch. With a tiled loss on the model (`upipe.tiled`) it comes from there.

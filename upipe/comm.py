@@ -107,6 +107,11 @@ class SequenceParallelGroups:
         self._owned.append(mine)
         return mine
 
+    @property
+    def closed(self) -> bool:
+        """Whether the groups were given back."""
+        return not self._owned
+
     def destroy(self) -> None:
         """Give the groups back. The object answers no more questions about them afterwards.
 

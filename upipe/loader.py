@@ -134,6 +134,9 @@ def shard_batch(batch: dict[str, torch.Tensor], sp_size: int, sp_rank: int, ring
     return cut(whole, zigzag.shards(S, ring_degree, ulysses, *divmod(sp_rank, ulysses)))
 
 
+REMOVED = "this handle was removed: call upipe.apply again"
+
+
 class ShardedLoader:
     """Iterates a loader of global batches, yielding this rank's shards. Made by `handle.shard(...)`.
 
@@ -166,6 +169,8 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[dict]:
         source = iter(self.loader)
         while True:
+            if self.groups.closed:
+                raise PreflightError(REMOVED)
             window, problem = [], None
             # Whatever goes wrong here goes wrong on one rank: the others must be told, or they wait for it.
             try:
