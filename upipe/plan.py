@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
 import math
 import re
@@ -708,8 +709,9 @@ def least(model: str, tokens: int, machine: Machine, words: list[str] | tuple[st
 
 
 def fit(model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = ()) -> Prediction | None:
-    """The fastest of CANDIDATES that fits, over every sp_size that divides the GPUs; of equals (1 %) the smallest sp_size, so
-    that sequence parallelism goes only as far as needed. What is given in words is not changed. None where nothing fits."""
+    """The fastest of CANDIDATES that fits, over every sp_size that divides the GPUs, and where that is more than a node's over
+    Ulysses across nodes and Ulysses inside of them x a ring; of equals (1 %) the smallest sp_size, so that sequence parallelism
+    goes only as far as needed. What is given in words is not changed. None where nothing fits."""
     best: Prediction | None = None
     for prediction in _candidates(model, tokens, machine, words):
         if prediction.fits and (best is None or _better(prediction, best)):
@@ -722,27 +724,39 @@ def _better(a: Prediction, b: Prediction) -> bool:
     return gain > 1.01 or (gain > 0.99 and a.run.upipe.sp_size < b.run.upipe.sp_size)
 
 
+def ring_degrees(sp_size: int, per_node: int) -> list[int]:
+    """What `fit` tries: 1, and over nodes the fewest ring ranks with which Ulysses stays inside a node."""
+    if sp_size <= per_node:
+        return [1]
+    return [1, next(n for n in range(2, sp_size + 1) if sp_size % n == 0 and per_node % (sp_size // n) == 0)]
+
+
 def _candidates(model: str, tokens: int, machine: Machine, words):
     given = {word.partition("=")[0] for word in words}
-    ring = request(model, tokens, machine.world, words).upipe.ring_degree
-    widths = [n for n in range(machine.world, 0, -1) if machine.world % n == 0 and n % max(1, ring) == 0] or [None]
-    if "upipe.sp_size" in given:
-        widths = [None]
+    asked = request(model, tokens, machine.world, words).upipe
+    widths = [n for n in range(machine.world, 0, -1) if machine.world % n == 0 and n % max(1, asked.ring_degree) == 0]
+    if "upipe.sp_size" in given or not widths:
+        widths = [asked.sp_size]
+    rings_open = _is_upipe(words) and "upipe.ring_degree" not in given
     candidates = CANDIDATES if _is_upipe(words) else BASELINE_CANDIDATES
     names = list(candidates)
     for sp in widths:
-        fitted = []
-        for name in names:
-            own = _left_open(candidates[name], words)
-            extra = [] if sp is None else [f"upipe.sp_size={sp}"]
+        fitted, refused = [], []
+        rings = ring_degrees(sp, machine.per_node) if rings_open and sp > 0 else [asked.ring_degree]
+        for ring, name in itertools.product(rings, names):
+            own = [*_left_open(candidates[name], words), f"upipe.sp_size={sp}"] + [f"upipe.ring_degree={ring}"] * rings_open
+            if ring in refused:
+                continue
             try:
-                prediction = predict(request(model, tokens, machine.world, [*own, *extra, *words]), machine)
+                prediction = predict(request(model, tokens, machine.world, [*own, *words]), machine)
             except ConfigError:
-                if sp in (None, widths[-1]):
+                # More ranks than this model's heads take, for one.
+                refused.append(ring)
+                if sp == widths[-1] and len(refused) == len(rings):
                     raise
-                break  # more ranks than this model's heads take
+                continue
             found = with_pairs(prediction) if not given & {"memory.store_every", "memory.pairs"} else [prediction]
-            if any(each.fits for each in found):
+            if any(each.fits for each in found) and name not in fitted:
                 fitted.append(name)
             yield from found
         if not fitted and len(names) < len(candidates):
