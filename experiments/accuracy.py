@@ -2,6 +2,7 @@
 
     python -m experiments.accuracy          # the table, from the records
     python -m experiments.accuracy --fit    # and the constants that the fitted half gives, for plan_rates.json
+    python -m experiments.accuracy --stack --results DIR    # every point of DIR/stack.jsonl, of all methods
 
 A point is one configuration; one that was measured in several runs counts once, with the median. Fitted: one attention block of
 Llama3-8B on two GPUs at 16K, 64K and 256K tokens. Held out, all of shapes or settings that the fit has not seen: 512K and 128K tokens,
@@ -10,6 +11,10 @@ bare kernel (`plan_rates.json`), in runs of their own.
 
 Peak: of a block above its inputs, of a whole model above the states that it began with. Host: page-locked memory of a node. States:
 parameters, gradients, optimizer and buckets. Points measured after a forecast of them are judged by `experiments.forecast`, not here.
+
+--stack: the planner's error for each point of `experiments.stack` that ran, whatever its method, a line and a record of provenance
+"predicted" each (accuracy.jsonl in the same folder: `of_run`, `point`, `measured`, `off`), and by name what it has no prediction for.
+No point is fitted or judged there: the exit status is 0.
 """
 
 from __future__ import annotations
@@ -19,16 +24,21 @@ import functools
 import statistics
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from experiments import forecast, points
 from experiments.forecast import BOUNDS, STATES
 from experiments.live import block_peak
+from experiments.predict import record_of
+from experiments.runs import command_line, exit_status, made_by
 from experiments.stack_methods import Setting
 from upipe import plan, records
-from upipe.config import from_mapping
+from upipe.config import ConfigError, from_mapping
+from upipe.methods import config as methods
 from upipe.plan import GIB, Machine, Prediction, rates
-from upipe.records import format_tokens
+from upipe.presets import preset_shapes
+from upipe.records import Record, format_tokens
 from upipe.trainer import RunConfig
 
 RESULTS = points.ROOT / "experiments" / "results"
@@ -128,12 +138,62 @@ def block_points() -> list[Point]:
 
 
 def stack_prediction(record: dict[str, Any]) -> Prediction:
-    """A setting of `experiments.stack` as the planner has it."""
-    machine = Machine.parse(f"{record['gpus']}xH200", host_gib=record["host_gib"])
-    sp = record["sp"] * record["ring"]
-    return forecast.predict(
-        Setting.parse(record["setting"]), record["model"], record["layers"], record["tokens"], sp, record["kernel"], machine
-    )
+    """A setting of `experiments.stack` as the planner has it. Raises ConfigError for what it does not know."""
+    preset, method = record["model"].replace("_", "-"), record["method"]
+    if preset not in preset_shapes():
+        raise ConfigError(f"model {record['model']}: no preset of the planner")
+    if method not in methods.NAMES:
+        raise ConfigError(f"method {method}: unknown to the planner")
+    if "loss=hf" in record["setting"]:
+        raise ConfigError("loss=hf: a loss that the planner does not know")
+    sp = record["sp"] * (record["ring"] or 1)
+    setting = Setting.parse(record["setting"])
+    return forecast.predict(setting, record["model"], record["layers"], record["tokens"], sp, record["kernel"], machine_of(record))
+
+
+def machine_of(record: dict[str, Any]) -> Machine:
+    """What a record was measured on. Raises ConfigError for a machine that the planner does not know."""
+    if not record["gpus"]:
+        raise ConfigError("no GPU")
+    return Machine.parse(f"{record['gpus']}x{record['gpu'].removeprefix('NVIDIA ').split()[0]}", host_gib=record["host_gib"])
+
+
+def stack_point(record: dict[str, Any], prediction: Prediction) -> Point:
+    """A point of `experiments.stack` beside what is predicted of it."""
+    # Two engines' states are in what it began with; buckets are made with an engine.
+    above, on_host = forecast.above_states(prediction), forecast.on_host(prediction)
+    name = f"{record['layers']} layers, {record['setting']}, {record['kernel']}, {format_tokens(record['tokens'])}"
+    return Point(
+        name, False, {"peak": record["peak_above_states_gib"], "host": record["host_pinned_gib"], "time": record["time_s"]},
+        {"peak": above, "host": on_host, "time": prediction.time_s},
+    )  # fmt: skip
+
+
+def stack_points(folder: Path, runs: list[str] | None, made_with: dict[str, Any]) -> tuple[list[Point], list[Record], list[str]]:
+    """Points of the stack.jsonl in a folder, their records, and a line for each without a prediction. runs: of these run_ids alone.
+
+    Raises ConfigError where there are none.
+    """
+    measured = [r for r in records.load(folder / "stack.jsonl") if not runs or r["run_id"] in runs]
+    if not measured:
+        raise ConfigError(f"{folder / 'stack.jsonl'}: no records{f' of run {runs}' if runs else ''}")
+    found, kept, left_out = [], [], []
+    for r in measured:
+        where = f"{r['run_id']} {r['layers']} layers, {r['setting']}, {format_tokens(r['tokens'])}"
+        if r["outcome"] != "ok":
+            left_out.append(f"{where}: {r['outcome']}, {r['reason']}")
+            continue
+        try:
+            prediction = stack_prediction(r)
+        except ValueError as error:
+            left_out.append(f"{where}: {error}")
+            continue
+        point = stack_point(r, prediction)
+        found.append(point)
+        off = {name: point.off(name) for name in BOUNDS}
+        record = record_of(prediction, r["point"], made_with, of="stack", of_run=r["run_id"], measured=point.measured, off=off)
+        kept.append(record.updated({"experiment": "accuracy", "layers": r["layers"]}))
+    return found, kept, left_out
 
 
 def model_points() -> list[Point]:
@@ -142,14 +202,7 @@ def model_points() -> list[Point]:
     for r in _ok("stack"):
         if r["method"] != "upipe" or forecast.last_before(r, said) is not None:
             continue
-        prediction = stack_prediction(r)
-        # Two engines' states are in what it began with; buckets are made with an engine.
-        above, on_host = forecast.above_states(prediction), forecast.on_host(prediction)
-        name = f"{r['layers']} layers, {r['setting']}, {r['kernel']}, {format_tokens(r['tokens'])}"
-        found.append(Point(
-            name, False, {"peak": r["peak_above_states_gib"], "host": r["host_pinned_gib"], "time": r["time_s"]},
-            {"peak": above, "host": on_host, "time": prediction.time_s},
-        ))  # fmt: skip
+        found.append(stack_point(r, stack_prediction(r)))
     for r in _ok("llama3_8b_4layers-2gpu"):
         settings = r["settings"]
         run = from_mapping(RunConfig, {
@@ -218,10 +271,29 @@ def summary(found: list[Point]) -> str:
     return "\n".join(lines)
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--fit", action="store_true", help="print what the fitted half gives, beside what plan_rates.json has")
+    made.add_argument("--stack", action="store_true", help="every point of stack.jsonl in --results instead, and records of them")
+    made.add_argument("--run", nargs="+", metavar="RUN_ID", help="with --stack: points of these runs alone")
+    made.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of --stack; by default the project's own")
+    made.add_argument("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
+    return made
+
+
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="print what the fitted half gives, beside what plan_rates.json has")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
+
+    def stack() -> int:
+        made_with = made_by(command_line("experiments.accuracy", arguments).strip(), options.commit, "accuracy")
+        found, kept, left_out = stack_points(options.results, options.run, made_with)
+        for record in kept:
+            records.append(record, options.results)
+        print(table(found) + "".join(f"\nno prediction: {line}" for line in left_out) + f"\n\n{summary(found)}")
+        return 0
+
+    if options.stack:
+        return exit_status("experiments.accuracy", stack)
     if options.fit:
         for name, value in fit().items():
             print(f"{name}: {value:.4g} (plan_rates.json: {rates()[name]:.4g})")

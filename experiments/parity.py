@@ -23,7 +23,6 @@ import copy
 import itertools
 import math
 import os
-import secrets
 import sys
 import time
 
@@ -32,6 +31,7 @@ import torch.distributed as dist
 import transformers
 
 import upipe
+from experiments.runs import command_line, new_run_id
 from upipe import kernels, models, records, workspace
 from upipe.config import ConfigError
 from upipe.environment import code, environment
@@ -335,8 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     lead = dist.get_rank() == 0
     gpus = dist.get_world_size() if device.type == "cuda" else 0
-    command = "python -m experiments.parity " + " ".join(sys.argv[1:] if arguments is None else arguments)
-    run_id = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(3)
+    command, run_id = command_line("experiments.parity", arguments), new_run_id()
     failed = 0
     for kernel, scope in itertools.product(options.kernels, options.scopes):
         if scope == "repeat":

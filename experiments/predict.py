@@ -107,7 +107,7 @@ def longest(made_with: dict[str, Any], configs: Path | None) -> tuple[list[Recor
     rows, kept = [["model", "machine", "longest", "device GiB", "host GiB", "ends first", "settings"]], []
     for model, gpus, nodes, host_gib in cases:
         machine = Machine.parse(gpus, nodes, host_gib)
-        found = plan.max_tokens(model, machine, [f"upipe.sp_size={machine.world}"], fitting=True)
+        found = plan.max_tokens(model, machine, [f"upipe.sp_size={machine.world}", "upipe.ring_degree=1"], fitting=True)
         if found is None:
             raise ConfigError(f"{model} on {machine}: not even {plan.GRAIN} tokens fit")
         name = f"longest-{model}-{nodes}x{gpus}-{host_gib:g}"

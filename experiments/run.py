@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import json
 import os
-import secrets
 import shlex
 import signal
 import subprocess
@@ -33,6 +32,7 @@ from tqdm import tqdm
 from experiments import points, table
 from experiments.points import ROOT, Experiment, PointSpec
 from experiments.processes import kill_tree
+from experiments.runs import new_run_id
 from upipe import records
 from upipe.config import ConfigError
 from upipe.environment import code, environment
@@ -117,7 +117,7 @@ class Sweep:
         self.command, self.options = command, options
         self.kind = points.kind_of(experiment.kind)
         self.timeout_s = experiment.timeout_s if options.timeout is None else options.timeout
-        self.run_id = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(3)
+        self.run_id = new_run_id()
         self.folder = Path(options.logs).resolve() / self.name / self.run_id
         if self.timeout_s <= 0:
             raise ConfigError(f"--timeout {self.timeout_s}: must be positive")

@@ -30,10 +30,11 @@ def made_by(command: str, commit: str | None, ending: str) -> dict[str, Any]:
 
 
 def new_run_id() -> str:
-    """A name from time and chance, the same on every rank of the running world."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """A name from time and chance; the same on every rank where a world is running."""
     name = [time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()) + "-" + secrets.token_hex(3)]
-    dist.broadcast_object_list(name, device=device)
+    if dist.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        dist.broadcast_object_list(name, device=device)
     return name[0]
 
 

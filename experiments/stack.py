@@ -25,7 +25,8 @@ For each length:
   - --warmup more steps each, then --rounds rounds in which every setting makes one step, the order rotated. The slowest rank
     counts.
 With --once the step for memory is the timed one too, for lengths where a step takes minutes; a short one of --short tokens comes
-before, which compiles kernels. With --apart there is one engine at a time. The step for memory also counts the bytes that
+before, which compiles kernels. With --apart there is one engine at a time, and each setting makes its rounds by itself, not in
+turn with the others. The step for memory also counts the bytes that
 attention sends to other ranks (`upipe.traffic`) and, with --profile on GPUs, the communication that no computation hides
 (`experiments.block_trace`).
 A setting that runs out of memory is recorded so, and left out from then on. One record a setting and length is appended to
@@ -81,6 +82,11 @@ DX = {"gemm": "slabs", "bf16": "bfloat16"}
 SHORT = 2048
 """Tokens a rank of the step that --once begins with."""
 DEFAULT = ("alst", "upipe:device", "upipe:host")
+FIXED = {
+    "sp": None, "dtype": "bfloat16", "optimizer": "none", "memory_only": False, "once": True, "apart": True, "profile": False, "rounds": 1,
+    "warmup": 0, "short": None, "allocator_cap": None,
+}
+"""Options of a command that takes one step of each setting, and lets nothing else of them be chosen."""
 
 
 def point_of(setting: Setting, model: str, layers: int, kernel: str, tokens: int, sp: int) -> str:
@@ -154,6 +160,8 @@ class Bench:
             outcome = self.memory_step(setting, tokens)
             if isinstance(outcome, dict):
                 measured[setting] = outcome
+                if options.apart and not options.once and not options.memory_only:
+                    self.rounds(tokens, {setting: outcome})
                 continue
             self.say(f"{format_tokens(tokens)} {setting}: {outcome[0]}, {outcome[1]}")
             self.keep([self.failed(setting, tokens, *outcome)])
@@ -161,7 +169,7 @@ class Bench:
             self.settings.remove(setting)
             self.engines.pop(setting.engine).close()
             self.build(setting.engine)
-        if not options.once and not options.memory_only:
+        if not options.once and not options.memory_only and not options.apart:
             self.rounds(tokens, measured)
         self.keep([self.record(setting, tokens, values) for setting, values in measured.items()])
 
@@ -270,36 +278,9 @@ class Bench:
         return seconds
 
     def blank(self, setting: Setting, tokens: int) -> Record:
-        """A record of what is known before anything ran."""
-        options, ours = self.options, setting.name == "upipe"
-        config = hf_config(self.shape.config)
-        layers, host_layers = options.layers, setting.host_layers
-        U = setting.config(options.sp, config.num_attention_heads, "auto").heads_per_stage
-        on_host = None if host_layers == 0 else layers if host_layers is None else min(layers, host_layers)
-        simulated = f"simulated: allocates what {self.kernel.name} does, answers zeros"
-        method = "none" if setting.name == "ulysses" and options.sp == 1 else METHODS[setting.name]
-        ring, ulysses = (1, options.sp) if setting.method is None else setting.method.degrees(options.sp)
-        return Record(
-            run_id=self.run_id, experiment="stack", method=method, model=options.model, layers=layers,
-            tokens=tokens, sp=ulysses, ring=ring, dp=dist.get_world_size() // options.sp, zero=3,
-            heads_per_stage=(options.sp if U is None else U) if ours else None, kernel=self.kernel.name,
-            attention_output="device" if host_layers == 0 else "host",
-            attention_output_host_layers=on_host,
-            keep_layers_on_gpu=setting.checkpointing.kept(layers) if setting.offload != "none" else None,
-            store_every=2 if setting.pairs else 1,
-            overlap=setting.overlap if ours else None, offload=setting.offload, dx=DX[setting.dx] if ours else None,
-            tile_tokens=None if setting.tiling is None else setting.tiling.mlp_tokens, dtype=options.dtype,
-            extra={
-                "point": point_of(setting, options.model, layers, self.kernel.name, tokens, options.sp),
-                "scope": "model", "setting": str(setting), "method_form": setting.form, "fused": setting.fused, "pairs": setting.pairs,
-                "hidden_size": config.hidden_size, "heads": config.num_attention_heads,
-                "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocabulary": config.vocab_size,
-                "optimizer": options.optimizer, "allocator_cap_gib": options.allocator_cap, "memory_only": options.memory_only,
-                "attention": simulated if options.memory_only else "computed",
-                "alloc_conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"),
-                "data": f"random tokens, seed {self.shape.seed}",
-            },
-        )
+        record = described(setting, self.options, self.shape, tokens)
+        record.run_id, record.experiment = self.run_id, "stack"
+        return record
 
     def failed(self, setting: Setting, tokens: int, outcome: str, reason: str) -> Record:
         record = self.blank(setting, tokens)
@@ -350,6 +331,38 @@ class Bench:
         self.done += rows
 
 
+def described(setting: Setting, options: argparse.Namespace, shape: Shape, tokens: int) -> Record:
+    """A record of what is known before anything ran, without what says of which run it is."""
+    ours, config = setting.name == "upipe", hf_config(shape.config)
+    layers, host_layers = options.layers, setting.host_layers
+    U = setting.config(options.sp, config.num_attention_heads, "auto").heads_per_stage
+    on_host = None if host_layers == 0 else layers if host_layers is None else min(layers, host_layers)
+    simulated = f"simulated: allocates what {options.kernel} does, answers zeros"
+    method = "none" if setting.name == "ulysses" and options.sp == 1 else METHODS[setting.name]
+    ring, ulysses = setting.degrees(options.sp)
+    return Record(
+        method=method, model=options.model, layers=layers,
+        tokens=tokens, sp=ulysses, ring=ring, dp=dist.get_world_size() // options.sp, zero=3,
+        heads_per_stage=(ulysses if U is None else U) if ours else None, kernel=options.kernel,
+        attention_output="device" if host_layers == 0 else "host",
+        attention_output_host_layers=on_host,
+        keep_layers_on_gpu=setting.checkpointing.kept(layers) if setting.offload != "none" else None,
+        store_every=2 if setting.pairs else 1,
+        overlap=setting.overlap if ours else None, offload=setting.offload, dx=DX[setting.dx] if ours else None,
+        tile_tokens=None if setting.tiling is None else setting.tiling.mlp_tokens, dtype=options.dtype,
+        extra={
+            "point": point_of(setting, options.model, layers, options.kernel, tokens, options.sp),
+            "scope": "model", "setting": str(setting), "method_form": setting.form, "fused": setting.fused, "pairs": setting.pairs,
+            "hidden_size": config.hidden_size, "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocabulary": config.vocab_size,
+            "optimizer": options.optimizer, "allocator_cap_gib": options.allocator_cap, "memory_only": options.memory_only,
+            "attention": simulated if options.memory_only else "computed",
+            "alloc_conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"),
+            "data": f"random tokens, seed {shape.seed}",
+        },
+    )
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m experiments.stack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -369,7 +382,7 @@ def parser() -> argparse.ArgumentParser:
     add("--warmup", type=int, default=1, help="untimed steps of every setting after that for memory (default: %(default)s)")
     add("--once", action="store_true", help="time the step for memory, and no other")
     add("--short", metavar="S", help=f"length of the step that --once begins with (default: {SHORT} a rank)")
-    add("--apart", action="store_true", help="one engine at a time, for lengths at which the states of all do not fit; with --once")
+    add("--apart", action="store_true", help="one engine at a time, for lengths at which the states of all do not fit")
     add("--profile", action="store_true", help="trace the step for memory: exposed communication (GPUs)")
     add("--memory-only", action="store_true", help="no times; attention allocates what the kernel does and answers zeros (fa4)")
     add("--allocator-cap", type=float, metavar="GIB", help="most that torch's allocator may take of the device")
@@ -389,8 +402,6 @@ def settle(options: argparse.Namespace) -> None:
     twice = sorted({str(s) for s in parsed if parsed.count(s) > 1})
     if twice:
         raise ConfigError(f"--settings has {', '.join(twice)} twice")
-    if options.apart and not (options.once or options.memory_only):
-        raise ConfigError("--apart without --once: rounds rotate among settings, whose engines must be there; add --once")
     if options.profile and not torch.cuda.is_available():
         raise ConfigError("--profile needs GPUs: their kernels and copies are what is looked at; leave it out")
     try:
@@ -419,7 +430,7 @@ def settle_ranks(options: argparse.Namespace) -> None:
         if max(setting.host_layers or 0, 2 * setting.pairs) > options.layers:
             raise ConfigError(f"setting {text!r}: there are {options.layers} layers")
         U = setting.config(options.sp, config.num_attention_heads, "auto").heads_per_stage
-        check_schedule(config.num_attention_heads, config.num_key_value_heads, options.sp, U)
+        check_schedule(config.num_attention_heads, config.num_key_value_heads, setting.degrees(options.sp)[1], U)
     if options.memory_only:
         heads = config.num_attention_heads // options.sp, config.num_key_value_heads // options.sp
         if named_kernel(options.kernel).backward_bytes(1024, *heads, config.head_dim) is None:
@@ -439,6 +450,7 @@ def _check_method(setting: Setting, options: argparse.Namespace, config: Any) ->
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         setting.method.layout(options.sp)
+        setting.degrees(options.sp)
         if setting.name == "ulysses":
             ulysses.check_heads(config.num_attention_heads, config.num_key_value_heads, options.sp)
         if setting.name == "native" and options.sp > 1:

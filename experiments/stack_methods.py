@@ -9,8 +9,9 @@ A setting is written NAME or NAME:item,...
   plain     the kernel in the plain model, rotation included, each rank with sequences of its own
   upipe     ours. Items, beside those of all: host, host=N or device (where the attention output is kept: on the host, for N layers
             there (`upipe.apply.host_layers`), or made again), U=HEADS or U=H (all heads at once), overlap=on|off, dx=gemm|bf16,
-            layer=parts|fused (fused: each decoder layer as one function, `upipe.layer`; tiles=on then tiles last norm and loss),
-            within=on|off (on: a fused layer's working tensors on the host as well, as `offload` says; with prefetch=off)
+            ring=R (its ring ranks), layer=parts|fused (fused: each decoder layer as one function, `upipe.layer`; tiles=on then tiles
+            last norm and loss), within=on|off (on: a fused layer's working tensors on the host as well, as `offload` says; with
+            prefetch=off)
 
   of all but alst: checkpoint=on|off, offload=none|pinned|pageable, keep=N (the last N stored inputs stay on the device), pairs=N
   (one stored input for both layers of N pairs), prefetch=on|off, tiles=on|off|loss|mlp (mlp: MLPs and norms), loss=hf|sum (without
@@ -56,6 +57,7 @@ from upipe.methods.config import FORMS
 from upipe.offload import CheckpointConfig, Checkpointing, apply_checkpointing
 from upipe.optimize import TrainConfig, build_optimizer, deepspeed_config
 from upipe.records import parse_tokens
+from upipe.ring import on_ring
 from upipe.tiled import TilingConfig, apply_tiling
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -173,15 +175,27 @@ class Setting:
     def engine(self) -> tuple:
         """Settings with the same one may share an engine: they call the same modules in the same order."""
         if self.name == "upipe":
-            return self.name, self.tiles, self.checkpoint, self.fused
+            return self.name, self.tiles, self.checkpoint, self.fused, self.ring_degree
         return (str(self),)
 
     @property
     def method(self) -> MethodConfig | None:
         """What `apply_method` puts on; None: nothing, the module stays transformers' own."""
-        if self.name == "upipe" or (self.name in BASELINES and self.rope == "ours"):
+        if self.name == "upipe":
+            return MethodConfig(self.name)
+        if self.name in BASELINES and self.rope == "ours":
             return MethodConfig(self.name, self.ring_degree, self.chunk_tokens)
         return None
+
+    def degrees(self, sp_size: int) -> tuple[int, int]:
+        """(ring, Ulysses) ranks of so many that share a sequence. Raises ConfigError."""
+        if self.name == "upipe":
+            ring = self.ring_degree or 1
+            if sp_size % ring:
+                works = ", ".join(str(n) for n in range(1, sp_size + 1) if sp_size % n == 0)
+                raise ConfigError(f"ring={ring} does not divide the {sp_size} ranks of a sequence: use one of {works}")
+            return ring, sp_size // ring
+        return (1, sp_size) if self.method is None else self.method.degrees(sp_size)
 
     @property
     def form(self) -> str:
@@ -189,15 +203,22 @@ class Setting:
         return FORMS[METHODS[self.name]] if self.name != "alst" else "DeepSpeed's stack (experiments.alst)"
 
     def config(self, sp_size: int, heads: int, kernel: str) -> upipe.UPipeConfig:
-        U = -(-heads // sp_size) * sp_size if self.heads_per_stage == -1 else self.heads_per_stage
+        ring, ulysses = self.degrees(sp_size) if self.name == "upipe" else (1, sp_size)
+        U = -(-heads // ulysses) * ulysses if self.heads_per_stage == -1 else self.heads_per_stage
         return upipe.UPipeConfig(
-            sp_size=sp_size, heads_per_stage=U, kernel=kernel, attention_output="device" if self.host_layers == 0 else "host",
-            attention_output_layers=self.host_layers or None, overlap=self.overlap, dx=self.dx,
+            sp_size=sp_size, heads_per_stage=U, kernel=kernel, ring_degree=ring, overlap=self.overlap, dx=self.dx,
+            attention_output="device" if self.host_layers == 0 else "host", attention_output_layers=self.host_layers or None,
         )
 
 
 def _host(value: str) -> dict[str, Any]:
     return {"host_layers": int(value) if value else None}
+
+
+def _positive(value: str) -> int:
+    if int(value) < 1:
+        raise ValueError(value)
+    return int(value)
 
 
 def _choice(name: str, **values: Any) -> Callable[[str], dict[str, Any]]:
@@ -220,7 +241,7 @@ _ITEMS: dict[str, tuple[tuple[str, ...], str, Callable[[str], dict[str, Any]]]] 
     "pairs": (OURS, "=PAIRS", lambda value: {"pairs": int(value)}),
     "tiles": (("alst", *OURS), "=on|off|loss|mlp", _choice("tiles", on="on", off="off", loss="loss", mlp="mlp")),
     "loss": (OURS, "=hf|sum", _choice("loss", hf="hf", sum="sum")),
-    "ring": (("usp",), "=RANKS", lambda value: {"ring_degree": int(value)}),
+    "ring": (("usp", "upipe"), "=RANKS", lambda value: {"ring_degree": _positive(value)}),
     "chunk": (("fpdt",), "=TOKENS", lambda value: {"chunk_tokens": parse_tokens(value)}),
     "rope": (("ulysses",), "=ours|model", _choice("rope", ours="ours", model="model")),
 }
@@ -299,6 +320,12 @@ class Shape:
         return build_optimizer(model, TrainConfig(learning_rate=0.0, weight_decay=0.0), cuda=cuda)
 
 
+def random_tokens(shape: Shape, vocabulary: int, tokens: int, dp_rank: int = 0) -> torch.Tensor:
+    """[1, tokens] int64 on the CPU: what a data-parallel rank trains on."""
+    generator = torch.Generator().manual_seed(shape.seed * 1_000_003 + dp_rank)
+    return torch.randint(vocabulary, (1, tokens), generator=generator)
+
+
 def _numel(config: ModelConfig) -> int:
     """Parameters of a model, from its shape."""
     return count_parameters(build_model(config, meta=True))
@@ -342,10 +369,11 @@ class Engine:
         self.handle: upipe.Handle | None = None
         self.alst: Alst | None = None
         self._closers: list[Callable[[], None]] = []
+        self._ring: tuple[kernels.Kernel, kernels.Kernel] | None = None
         first = settings[0]
         if first.method is not None:
             self.handle = apply_method(self.model, first.method, first.config(shape.sp_size, self.heads, "auto"))
-            self.handle._sharding.kernel = lambda case: self.kernel
+            self.handle._sharding.kernel = lambda case: self._around(first)
             self.groups = self.handle.mpu
             self._closers.append(self.handle.remove)
         else:
@@ -358,7 +386,7 @@ class Engine:
             dist_init_required=False,
         )
         self.engine.train()
-        _keep_frequencies(self.model)
+        keep_frequencies(self.model)
         self.active: Variant | None = None
         self.tokens = 0
         self._pinned_before = torch_pinned_bytes(self.device)
@@ -367,6 +395,14 @@ class Engine:
     @property
     def heads(self) -> int:
         return self.model.config.num_attention_heads
+
+    def _around(self, setting: Setting) -> kernels.Kernel:
+        """The kernel; over upipe's ring where it has one. Baselines put it on theirs themselves."""
+        if setting.name != "upipe" or self.groups.ring_size == 1:
+            return self.kernel
+        if self._ring is None or self._ring[0] is not self.kernel:
+            self._ring = self.kernel, on_ring(self.kernel, self.groups.ring_group)
+        return self._ring[1]
 
     def _variant(self, setting: Setting) -> Variant:
         """Put a setting on, remember how the modules look then, and take their looks off again."""
@@ -421,8 +457,7 @@ class Engine:
 
     def batch(self, tokens: int) -> dict[str, Any]:
         """This rank's shard of a sequence of random tokens, which depend on the seed, the length and the data-parallel rank."""
-        generator = torch.Generator().manual_seed(self.shape.seed * 1_000_003 + self.groups.dp_rank)
-        ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
+        ids = random_tokens(self.shape, self.model.config.vocab_size, tokens, self.groups.dp_rank)
         self.tokens = tokens
         batches = [{"input_ids": ids, "labels": ids}]
         return next(iter(ShardedLoader(batches, self.groups, self.device) if self.handle is None else self.handle.shard(batches)))
@@ -524,8 +559,8 @@ def _no_contexts():
     return nullcontext(), nullcontext()
 
 
-def _keep_frequencies(model: nn.Module) -> None:
-    """Undo DeepSpeed's cast of the rotary frequencies to bf16: it turns angles at long positions into others."""
+def keep_frequencies(model: nn.Module) -> None:
+    """Undo a cast of the rotary frequencies to bf16, such as DeepSpeed's: it turns angles at long positions into others."""
     rotary = model.model.rotary_emb
     with torch.device("cpu"):
         right = dict(type(rotary)(rotary.config).named_buffers())

@@ -3,6 +3,7 @@
 import pytest
 
 from experiments import accuracy
+from upipe import records
 from upipe.plan import rates
 
 pytestmark = pytest.mark.slow
@@ -38,3 +39,32 @@ def test_misses_of_the_fitted_half(blocks):
 def test_the_constants_are_those_of_the_fit():
     for name, value in accuracy.fit().items():
         assert rates()[name] == pytest.approx(value, rel=0.01), name
+
+
+def test_every_point_of_a_file_of_whole_models(tmp_path, capsys):
+    """Baselines and a ring too; what did not run, or is not known to the planner, is named."""
+    (base,) = [r for r in records.load(accuracy.RESULTS / "stack.jsonl") if r["setting"] == "upipe:host,offload=pinned" and r["time_s"]]
+    short = base | {"layers": 2, "tokens": 65536, "run_id": "made-up", "loss": 1.0}
+    device = {"attention_output": "device", "attention_output_host_layers": None, "host_pinned_gib": 0.5}
+    baseline = device | {"heads_per_stage": None, "overlap": None, "dx": None}
+    for change in (
+        baseline | {"method": "ulysses", "setting": "ulysses:offload=pinned"},
+        baseline | {"method": "usp", "setting": "usp:ring=2,offload=pinned", "sp": 1, "ring": 2},
+        device | {"setting": "upipe:device,ring=2,offload=pinned", "sp": 1, "ring": 2, "heads_per_stage": 1},
+        {"method": "alst", "setting": "alst:offload=pinned"}, {"outcome": "oom_device", "reason": "made up"},
+    ):
+        values = short | change | {"tokens_per_s_per_gpu": None, "peak_units": None, "point": change.get("setting", "host")}
+        records.append(values, tmp_path)
+    given = ["--stack", "--results", str(tmp_path), "--run", "made-up"]
+    status = accuracy.main(given)
+    if status == 2:
+        status = accuracy.main([*given, "--commit", "untracked"])
+    assert status == 0
+    found, printed = records.load(tmp_path / "accuracy.jsonl"), capsys.readouterr().out
+    assert [(r["method"], r["sp"], r["ring"], r["of_run"]) for r in found] == [
+        ("ulysses", 2, 1, "made-up"), ("usp", 1, 2, "made-up"), ("upipe", 1, 2, "made-up")]
+    for r in found:
+        assert r["provenance"] == "predicted" and r["off"]["time"] == pytest.approx(r["time_s"] / base["time_s"] - 1)
+        assert r["measured"]["host"] == 0.5 and r["off"]["host"] == pytest.approx(r["host_pinned_gib"] / 0.5 - 1)
+    assert "alst: unknown to the planner" in printed and "oom_device, made up" in printed
+    assert accuracy.main([*given[:-1], "another"]) == 2

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.plain import tiny_model
+from tests.plain import assert_close, plain_step, tiny_model
 from tests.sharded import gathered
+from tests.world import RankFailure
 
 
 def _positions_changed_in_place():
@@ -52,14 +53,20 @@ def _loss_of_what_is_not_sharded_here():
     model, other = tiny_model("llama", 4, 2), tiny_model("llama", 4, 2)
     handle = upipe.apply(model, UPipeConfig(sp_size=2))
     batch = _one_batch(handle)
+    begun = iter(handle.shard([{"input_ids": torch.arange(12)[None], "labels": torch.arange(12)[None]}] * 2))
+    next(begun)
     with pytest.raises(PreflightError, match="another model"):
         handle.loss(other, batch)
     twin = copy.deepcopy(model)
     handle.remove()
     with pytest.raises(PreflightError, match="handle was removed"):
         handle.loss(model, batch)
-    with pytest.raises(PreflightError, match="handle was removed"):
-        handle.shard([])
+    for ask in (
+        lambda: handle.shard([]), lambda: handle.adapt([]), lambda: handle.positions(6), lambda: handle.gather(batch["input_ids"]),
+        lambda: next(begun),
+    ):
+        with pytest.raises(PreflightError, match="^this handle was removed: call upipe.apply again$"):
+            ask()
     with pytest.raises(PreflightError, match="copy of a model"):
         twin(input_ids=batch["input_ids"])
     again = upipe.apply(twin, UPipeConfig(sp_size=1))
@@ -126,3 +133,67 @@ def _uneven_shards():
 
 def test_uneven_shards_are_refused(worlds):
     worlds(2).run(_uneven_shards)
+
+
+def _a_step_that_fails(where, who):
+    """The second call of the attention kernel's forward or backward raises on these ranks, and is caught there; then on they go."""
+    import upipe
+    from upipe import PreflightError, UPipeConfig, kernels
+
+    model = tiny_model("llama", 8, 2)
+    handle = upipe.apply(model, UPipeConfig(sp_size=2, kernel="reference"))
+    ids = torch.arange(12)[None] % 50
+    batches = iter(handle.shard([{"input_ids": ids, "labels": ids}] * 2))
+    batch, calls, plain = next(batches), [0], getattr(kernels.ReferenceAttention, where)
+
+    def failing(self, *args, **more):
+        calls[0] += 1
+        if calls[0] == 2 and dist.get_rank() in who:
+            raise torch.OutOfMemoryError("made up")
+        return plain(self, *args, **more)
+
+    setattr(kernels.ReferenceAttention, where, failing)
+    try:
+        handle.loss(model, batch).backward()
+        raise AssertionError("other ranks went on without this one")
+    except torch.OutOfMemoryError:
+        pass
+    finally:
+        setattr(kernels.ReferenceAttention, where, plain)
+    why = "OutOfMemoryError: made up" if where == "forward" else "its backward did not end"
+    for ask in (lambda: handle.loss(model, batch), lambda: next(batches), lambda: handle.gather(batch["input_ids"])):
+        with pytest.raises(PreflightError, match=f"the last step failed on this rank .{why}.*the other 1 ranks.*apply again") as told:
+            ask()
+        assert "\n" not in str(told.value)
+    if len(who) == 1:
+        handle.loss(model, batch)
+    if where == "forward":
+        with pytest.raises(PreflightError, match="the last step failed"):
+            model(input_ids=batch["input_ids"])
+    handle.remove()
+    model.zero_grad()
+    again = upipe.apply(model, UPipeConfig(sp_size=2, kernel="reference"))
+    (batch,) = again.shard([{"input_ids": ids, "labels": ids}])
+    again.loss(model, batch).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    again.remove()
+    return grads
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_a_step_that_failed_inside_attention(worlds, where):
+    """Where all ranks failed and caught it, none goes on as it is, and put on again the model trains, from the same workspace."""
+    found = worlds(2).run(_a_step_that_fails, where=where, who=(0, 1))[0]
+    ids = torch.arange(12)[None] % 50
+    plain = plain_step(tiny_model("llama", 8, 2), [[{"input_ids": ids, "labels": ids}]])
+    for name, expected in plain.grads.items():
+        assert_close(name, found[name], expected)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_failed_alone_is_told_so_by_the_next_step(worlds, where):
+    """It does not meet the exchange in which the other still waits with one of its own: that one's numbers would be taken for it."""
+    with pytest.raises(RankFailure, match=r"ranks \[1\] of 2 failed(.|\n)*the last step failed on this rank"):
+        worlds(2).run(_a_step_that_fails, where=where, who=(1,))

@@ -424,8 +424,10 @@ def test_plot(tmp_path):
 
 SCRIPTS = {
     "block-2gpu.sh": ["exact", "256K", "512K", "widths", "others"],
-    "eight-gpu.sh": ["full", "methods", "long"],
-    "stack-2gpu.sh": ["alst", "whole", "qwen", "offload", "ladder", "methods", "methods512K", "512K", "1M", "one", "trl"],
+    "eight-gpu.sh": ["full", "methods", "long", "planner"],
+    "stack-2gpu.sh": [
+        "alst", "whole", "qwen", "offload", "within", "ladder", "methods", "methods512K", "512K", "1M", "gradients", "one", "trl",
+    ],
 }
 
 
@@ -442,9 +444,24 @@ def test_the_scripts_commands_are_understood(tmp_path, script, part):
     for line in log.read_text().splitlines():
         words = line.split()
         module, arguments = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
-        given = importlib.import_module(module).parser().parse_args(arguments)
-        assert given.results == "out"
+        made = importlib.import_module(module)
+        given = made.parser().parse_args(arguments)
+        assert str(given.results) == "out"
         if module == "experiments.block":
             options("out", *(word for word in arguments if word != "--profile"))
+        # Which needs a GPU.
+        given.profile = False
+        if module in ("experiments.stack", "experiments.gradients"):
+            try:
+                made.settle(given)
+            except ConfigError as error:
+                assert "not a git checkout" in str(error)
         for setting in getattr(given, "settings", ()):
             Setting.parse(setting)
+    if script == "eight-gpu.sh":
+        log.rename(tmp_path / "ran")
+        shown = subprocess.run(
+            ["bash", Path(block.__file__).with_name(script), part, "--show-commands", "--results", "out"], check=True, env=environment,
+            capture_output=True, text=True,
+        ).stdout.splitlines()
+        assert not log.exists() and [line.split(" ", 1)[1] for line in shown] == (tmp_path / "ran").read_text().splitlines()

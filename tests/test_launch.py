@@ -12,10 +12,32 @@ import pytest
 
 from tests.test_cli import ROOT, config, environment  # noqa: F401
 from upipe.comm import node_ranks
-from upipe.launch import slurm_environment
+from upipe.launch import REFUSALS, refusals, refuse, slurm_environment
 from upipe.metrics import read_metrics
 
 PER_NODE = 2
+
+
+def test_what_ranks_refuse_is_told_once(tmp_path, monkeypatch, capsys):
+    def told(*messages):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        for rank, message in enumerate(messages):
+            if message:
+                monkeypatch.setenv("RANK", str(rank))
+                refuse(message)
+        return refusals(tmp_path, len(messages))
+
+    monkeypatch.setenv(REFUSALS, str(tmp_path))
+    assert told("no", "no", "no") == ["upipe: error: no"]
+    assert told("no", "why", "no", None) == ["upipe: error (rank 0, 2): no", "upipe: error (rank 1): why"]
+    assert told(None, None) == [] and capsys.readouterr().err == ""
+    # Under another launcher each rank says its own.
+    monkeypatch.delenv(REFUSALS)
+    refuse("no")
+    monkeypatch.delenv("RANK")
+    refuse("no")
+    assert capsys.readouterr().err == "upipe: error (rank 2): no\nupipe: error: no\n"
 
 
 def free_port():

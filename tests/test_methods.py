@@ -209,8 +209,9 @@ def interface(method, sp, ring):
     handle.remove()
     assert [type(m) for m in model.modules()] == classes and dist.distributed_c10d._world.pg_map.keys() == before.keys()
     assert set(host.pool()._used) <= used
-    with pytest.raises(PreflightError, match="removed"):
-        handle.shard([])
+    for ask in (lambda: handle.shard([]), lambda: handle.positions(13), lambda: handle.gather(batch["input_ids"])):
+        with pytest.raises(PreflightError, match="handle was removed"):
+            ask()
     return float(loss.detach()), ran
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -154,6 +155,40 @@ def test_fit():
     eight, ten = (fit("llama3-8b", n * 2**20, EIGHT, ["upipe.sp_size=8"]) for n in (8, 10))
     assert eight.fits and eight.pairs == 16 and eight.run.memory.optimizer == "device"
     assert ten.fits and ten.pairs > 0 and ten.run.memory.optimizer == "cpu"
+
+
+def test_fit_over_nodes_searches_rings():
+    """Ulysses across nodes, and inside of them x a ring: the faster of the two; what is given stays; one node has no ring."""
+    assert [plan.ring_degrees(*case) for case in ((8, 8), (2, 8), (16, 8), (32, 8), (24, 8), (6, 4))] == [
+        [1], [1], [1, 2], [1, 4], [1, 3], [1, 3]]
+    nodes = dataclasses.replace(EIGHT, nodes=2)
+    tried = [(p.run.upipe.sp_size, p.run.upipe.ring_degree) for p in plan._candidates("llama3-8b", 2**22, nodes, [])]
+    assert set(tried) >= {(16, 1), (16, 2), (8, 1)} and {ring for sp, ring in tried if sp <= 8} == {1}
+    given = [p.run.upipe.ring_degree for p in plan._candidates("llama3-8b", 2**22, nodes, ["upipe.sp_size=16", "upipe.ring_degree=2"])]
+    assert set(given) == {2}
+    # At 4M tokens both fit, and are as fast; at 15M a ring alone does.
+    short, long = (
+        [fit("llama3-8b", tokens, nodes, ["upipe.sp_size=16", *words]) for words in ([], ["upipe.ring_degree=1"], ["upipe.ring_degree=2"])]
+        for tokens in (2**22, 15 * 2**20)
+    )
+    assert short[0].tokens_per_s_per_gpu >= 0.99 * max(each.tokens_per_s_per_gpu for each in short)
+    assert [each and each.run.upipe.ring_degree for each in short] == [1, 1, 2]
+    assert [each and each.run.upipe.ring_degree for each in long] == [2, None, 2] and long[0].kept
+    assert fit("llama3-8b", 2**20, EIGHT).run.upipe.ring_degree == 1
+    # Heads that 8 ranks take and 16 do not: the ring is tried all the same.
+    with mock.patch.object(plan, "predict", _no_wide_ulysses(plan.predict)):
+        assert {p.run.upipe.ring_degree for p in plan._candidates("llama3-8b", 2**22, nodes, ["upipe.sp_size=16"])} == {2}
+        with pytest.raises(ConfigError, match="too wide"):
+            list(plan._candidates("llama3-8b", 2**22, nodes, ["upipe.sp_size=16", "upipe.ring_degree=1"]))
+
+
+def _no_wide_ulysses(predict):
+    def refusing(run, machine, **more):
+        if run.upipe.ulysses_degree > 8:
+            raise ConfigError("too wide")
+        return predict(run, machine, **more)
+
+    return refusing
 
 
 @pytest.mark.parametrize("words, change", [
@@ -404,10 +439,11 @@ def test_a_model_that_is_not_kept(tmp_path, capsys):
     assert status == 0 and "(now)" in values["provenance"]["layer and loss"] and 0 < values["device"]["gib"] < 10
 
 
-def test_the_command_is_quick():
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_command_is_quick(nodes):
     """Under 20 s of a processor, from the kept results, with the search over settings; nothing else on standard output."""
     before = os.times()
-    words = ["plan", "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--max-tokens", "--fit", "--json"]
+    words = ["plan", "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--nodes", str(nodes), "--max-tokens", "--fit", "--json"]
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-m", "upipe.cli", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
     after = os.times()

@@ -4,6 +4,7 @@ measured, the search finds the longest length."""
 import contextlib
 import io
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from experiments import ladder, stack, stack_report
 from experiments.alst import chunks
+from experiments.runs import new_run_id
 from experiments.stack_methods import Engine, Setting, Shape, Together, ZeroAttention, named_kernel
 from tests.plain import assert_close
 from tests.sharded import gradients
@@ -63,7 +65,7 @@ def test_settings_are_written_as_they_are_read():
     assert Setting.parse("plain:checkpoint=off").offload == "none"
     for text in (
         *SETTINGS, "plain:checkpoint=off,tiles=off,loss=hf", "ulysses:tiles=loss", "alst:offload=none,tiles=off",
-        "upipe:layer=fused", "upipe:layer=fused,prefetch=off,within=on,offload=pageable", "ring",
+        "upipe:layer=fused", "upipe:layer=fused,prefetch=off,within=on,offload=pageable", "upipe:host,ring=2", "ring",
         "usp:ring=2", "fpdt:chunk=4096,tiles=off", "native:offload=none", "ulysses:rope=model",
         *(rung.setting for preset in ladder.PRESETS.values() for rung in preset.rungs),
     ):
@@ -75,7 +77,7 @@ def test_settings_are_written_as_they_are_read():
         ("upipe:device=3", "device"), ("upipe:host,checkpoint=off", "checkpoint=on"),
         ("upipe:checkpoint=off,offload=pinned", "checkpoint=on"),
         ("alst:offload=pageable", "pinned|none"), ("alst:tiles=loss", "on|off"), ("ulysses:host", "none of"),
-        ("ring:ring=2", "none of"), ("fpdt:chunk=x", "TOKENS"), ("native:rope=model", "none of"),
+        ("ring:ring=2", "none of"), ("upipe:ring=0", "ring=RANKS"), ("fpdt:chunk=x", "TOKENS"), ("native:rope=model", "none of"),
         ("upipe:layer=fused,dx=bf16", "dx=gemm"), ("upipe:layer=fused,within=on", "prefetch=off"),
         ("upipe:offload=disk", "none|pinned|pageable"),
     ):
@@ -112,7 +114,8 @@ ENGINES = (
     ("upipe:device", "upipe:host=1", "upipe:host,dx=bf16"), (
         "upipe:host,layer=fused", "upipe:device,layer=fused,offload=none", "upipe:host=1,layer=fused,prefetch=off,within=on",
     ),
-    ("upipe:tiles=off,offload=none",), ("ring",), ("usp:ring=2,checkpoint=off",), ("fpdt:chunk=32",), ("ulysses:rope=model",),
+    ("upipe:tiles=off,offload=none",), ("ring",), ("usp:ring=2,checkpoint=off",),
+    ("upipe:host,ring=2", "upipe:device,U=H,ring=2"), ("fpdt:chunk=32",), ("ulysses:rope=model",),
 )
 
 
@@ -139,6 +142,7 @@ def _gradients(engines, dtype):
 @pytest.mark.parametrize("ranks,engines,dtype,bound", [
     pytest.param(2, ENGINES, "float32", 1e-5, marks=pytest.mark.slow),
     (1, (("plain:checkpoint=off,tiles=off,loss=hf",), ENGINES[0], ENGINES[4]), "float32", 1e-5),
+    (2, (("ulysses:rope=model",), ("upipe:host,ring=2", "upipe:device,U=H,ring=2")), "float32", 1e-5),
     (2, (("alst:offload=none,tiles=off",), ("alst",), ("upipe:device",)), "bfloat16", 5e-2),
 ])
 def test_every_setting_has_the_same_loss_and_gradients(worlds, ranks, engines, dtype, bound):
@@ -197,6 +201,14 @@ def _check(r, found, ranks):
     assert r["heads_per_stage"] == (8 if "U=H" in setting else ranks)
     pages = r["host_pinned_gib"] * GIB + r["host_pageable_gib"] * GIB
     assert pages >= ranks * r["bytes_to_host"] and (r["host_pageable_gib"] > 0) == (r["offload"] == "pageable")
+
+
+def test_rounds_of_settings_apart(worlds, tmp_path):
+    arguments = ["--tokens", "64", "--apart", "--rounds", "2", "--warmup", "0", "--kernel", "reference", "--settings"]
+    printed, done, problems = worlds(1).run(_stack, folder=str(tmp_path), arguments=[*arguments, "plain", "upipe:host", "upipe:device"])[0]
+    assert problems == [] and [(r["engines"], len(r["times_s"]), r["warmup_steps"]) for r in done] == [(1, 2, 2)] * 3
+    turns = [line.split(": ")[1].split(" ")[0].split(",")[0] for line in printed.splitlines() if line.startswith("64 round")]
+    assert turns == ["plain:offload=pinned"] * 2 + ["upipe:host"] * 2 + ["upipe:device"] * 2
 
 
 @pytest.mark.slow
@@ -300,6 +312,7 @@ def test_refusals(tmp_path, capsys):
 def _refused_in_a_world(folder):
     for arguments, says in (
         (["--settings", "native"], "method=native on cpu"), (["--settings", "usp:ring=3"], "use one of 1, 2"),
+        (["--settings", "upipe:ring=3"], "'upipe:device,ring=3.*: ring=3 does not divide the 2 ranks.*use one of 1, 2"),
         (["--tokens", "65"], "multiple of 2"), (["--sp", "3"], "does not divide"), (["--settings", "plain"], "--sp 1"),
         (["--settings", "upipe:host=3"], "2 layers"), (["--settings", "upipe:U=3"], "heads_per_stage=3"),
         (["--memory-only", "--kernel", "reference"], "not been measured"),
@@ -318,7 +331,7 @@ def _refused_in_a_world(folder):
 
 def _agree(name):
     ranks = Together(name, seconds=0.5)
-    told = ranks.every({"rank": dist.get_rank()}), ranks.seconds()
+    told = ranks.every({"rank": dist.get_rank()}), ranks.seconds(), new_run_id()
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"ranks \[1\] did not answer for 0.5 s"):
             ranks.every(0)
@@ -328,6 +341,9 @@ def _agree(name):
 def test_ranks_agree_or_say_who_is_lost(worlds, tmp_path):
     first, second = worlds(2).run(_agree, name=str(tmp_path))
     assert first == second and first[0] == [{"rank": 0}, {"rank": 1}]
+    # A run is named the same way where no world is running.
+    names = {first[2], new_run_id(), new_run_id()}
+    assert len(names) == 3 and all(re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{6}", name) for name in names)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

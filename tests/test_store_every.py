@@ -74,7 +74,7 @@ def check(kind="llama", sp=2, zero=3, accumulation=1, sequence="odd", offload="p
     again, report, forwards = steps_of(plan, outputs=outputs, **common)
     assert abs(again[0][0] - plain.loss) <= 1e-5 * abs(plain.loss)
     for name, expected in plain.grads.items():
-        assert_close(name, again[0][1][name], expected, 1e-5 * (3 if name.endswith("k_proj.bias") else 1))
+        assert_close(name, again[0][1][name], expected)
     for (a, grads, _), (b, others, _) in zip(stored, again, strict=True):
         assert a == b and grads.keys() == others.keys()
         assert not [name for name in grads if not torch.equal(grads[name], others[name])]
@@ -94,6 +94,10 @@ CASES = {
     "fused": dict(fused=True, prefetch=False),
     "fused, outputs on the host": dict(kind="qwen3", fused=True, outputs=2, accumulation=2),
     "fused, on the device": dict(fused=True, sp=1, zero=0, offload="none", outputs=1),
+    # A constant added to every k is nearly nothing to a softmax, but for the rotation: k_proj.bias has the smallest gradient for
+    # the sums that make it, and the plain model in fp32 is itself up to 3e-6 off fp64 there (7e-6 with packed documents).
+    "parts, biases": dict(kind="qwen2", outputs=2),
+    "fused, biases, packed documents": dict(kind="qwen2", fused=True, sequence="packed"),
     "outputs alone": dict(fused=True, pairs=0, outputs=3, zero=1, sp=1),
 }
 

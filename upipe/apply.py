@@ -12,6 +12,7 @@ import inspect
 import json
 import logging
 from collections.abc import Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,7 +29,7 @@ from upipe import kernels, loss, models, preflight, stage_width
 from upipe.block import BlockSpec, attention_block
 from upipe.comm import SequenceParallelGroups, init_distributed, node_ranks
 from upipe.kernels import Offsets
-from upipe.loader import AdaptedLoader, ShardedLoader
+from upipe.loader import AdaptedLoader, ShardedLoader, check_usable
 from upipe.preflight import PreflightError
 from upipe.ring import on_ring
 from upipe.schedule import HeadSchedule
@@ -279,6 +280,18 @@ def block_spec(
     )
 
 
+@contextmanager
+def watched(groups: SequenceParallelGroups):
+    """Around a forward: an error other than a refusal, which comes before anything is sent, leaves other ranks waiting."""
+    try:
+        yield
+    except PreflightError:
+        raise
+    except Exception as error:
+        groups.note_failure(error)
+        raise
+
+
 def attention_forward(plain, architecture: models.Architecture):
     """`forward` of a sharded attention module.
 
@@ -317,9 +330,12 @@ def decoder_forward(plain):
         kwargs.update(zip(names, args))
         active = sharding.active(self)
         sharding.check_modes(self)
-        if active:
-            _prepare_decoder_inputs(sharding, self.rotary_emb, kwargs)
-        return plain(self, **kwargs)
+        if not active:
+            return plain(self, **kwargs)
+        check_usable(sharding.groups)
+        _prepare_decoder_inputs(sharding, self.rotary_emb, kwargs)
+        with watched(sharding.groups):
+            return plain(self, **kwargs)
 
     return forward
 
@@ -451,6 +467,7 @@ class Handle:
 
     def positions(self, length: int) -> torch.Tensor:
         """[1, L] positions in the padded sequence of this rank's `length` tokens. Raises PreflightError where no shard has so many."""
+        self._check_open()
         made = self._sharding.local_positions(length, self.device)
         if made.shape[1] != length:
             raise PreflightError(f"no shard has {length} tokens with sp_size={self.mesh}: the next have {made.shape[1]}; handle.shard pads")
@@ -458,11 +475,11 @@ class Handle:
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The shards [B, L, ...] of a sequence's ranks as the whole padded one in its order, [B, S, ...]; collective, no autograd."""
+        self._check_open()
         return self._sharding.join(local.detach())
 
     def _check_open(self) -> None:
-        if self._sharding.closed:
-            raise PreflightError("this handle was removed: call upipe.apply again")
+        check_usable(self.mpu)
 
     def loss(self, engine, batch: dict) -> torch.Tensor:
         """Forward pass and loss of one sharded micro-batch. With a tiled loss on the model (`upipe.tiled`) it comes from there.
@@ -480,13 +497,16 @@ class Handle:
         """
         self.check(engine, batch)
         inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
-        if self.takes_shift_labels:
-            local = engine(**inputs, shift_labels=batch["shift_labels"]).loss
-        else:
-            logits = getattr(engine(**inputs), "logits", None)
-            logits = preflight.check_logits(logits, batch["shift_labels"], type(self.model).__name__)
-            local = loss.token_loss_sum(logits, batch["shift_labels"])
-        return loss.global_loss(local, batch["num_valid"], batch["accumulation"], loss.gradient_scale(engine))
+        with watched(self.mpu):
+            if self.takes_shift_labels:
+                local = engine(**inputs, shift_labels=batch["shift_labels"]).loss
+            else:
+                logits = getattr(engine(**inputs), "logits", None)
+                logits = preflight.check_logits(logits, batch["shift_labels"], type(self.model).__name__)
+                local = loss.token_loss_sum(logits, batch["shift_labels"])
+            value = loss.global_loss(local, batch["num_valid"], batch["accumulation"], loss.gradient_scale(engine))
+        self.mpu.watch_backward(value)
+        return value
 
     def check(self, engine, batch: dict | None = None) -> None:
         """Refuse an engine or batch whose gradients would not be right; done before the first step by `loss`."""

@@ -17,7 +17,7 @@ from upipe import checkpoint, models, outcomes, plan, plan_check
 from upipe.build import ModelConfig, build_model, count_parameters
 from upipe.config import ConfigError, load, parse_length, to_mapping
 from upipe.glm.config import preset_shapes as glm_shapes
-from upipe.launch import launch, slurm_environment
+from upipe.launch import launch, refuse, slurm_environment
 from upipe.preflight import PreflightError
 from upipe.presets import preset_shapes
 from upipe.trainer import Interrupted, RunConfig, Trainer, save_config, signals
@@ -49,12 +49,10 @@ def main(argv: list[str] | None = None) -> int:
         if word.startswith("-") or "=" not in word or not hasattr(arguments, "overrides"):
             parser.error(f"unrecognized argument {word!r} (overrides are written key=value)")
         arguments.overrides.append(word)
-    # A message may concern one rank alone, so each that has one says it.
-    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
     try:
         return arguments.run(arguments)
     except (ConfigError, PreflightError) as error:
-        print(f"upipe: error{rank}: {error}", file=sys.stderr)
+        refuse(str(error))
         return 2
     except Interrupted as error:
         if os.environ.get("RANK", "0") == "0":

@@ -6,6 +6,7 @@ of data-parallel rank r // N. Inside it Ulysses ranks are neighbours too (`zigza
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from upipe import zigzag
+
+logger = logging.getLogger(__name__)
 
 
 def init_distributed() -> None:
@@ -79,6 +82,9 @@ class SequenceParallelGroups:
         if ring_degree > 1:
             self.ulysses_group = self._own(mesh.ulysses_groups, rank)
             self.ring_group = self._own(mesh.ring_groups, rank)
+        # Why a step on this rank did not end, where one did not; and whether a backward is under way.
+        self._failed: str | None = None
+        self._in_backward = False
         self.model_group = self._own([range(r, r + 1) for r in range(self.world_size)], rank)
         self.world_group = dist.group.WORLD
 
@@ -106,6 +112,47 @@ class SequenceParallelGroups:
                 mine = group
         self._owned.append(mine)
         return mine
+
+    def note_failure(self, error: Exception) -> None:
+        """A step failed on this rank, at a place that other ranks may have passed or not reached."""
+        if self.sp_size > 1 and self._failed is None:
+            self._failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+            logger.warning(
+                "rank %d: a step failed (%s); ranks of its sequence that did not fail too wait for it until their group's timeout",
+                dist.get_rank(), self._failed,
+            )
+
+    def watch_backward(self, loss: torch.Tensor) -> None:
+        """Note from where the backward of a loss begins until the whole of it has ended."""
+        if self.sp_size == 1 or loss.grad_fn is None:
+            return
+
+        def ended() -> None:
+            self._in_backward = False
+
+        def begins(grads: tuple) -> None:
+            self._in_backward = True
+            # Called where the backward that runs now ends without an error.
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+        loss.grad_fn.register_prehook(begins)
+
+    @property
+    def failure(self) -> str | None:
+        """Why there can be no further step, in words: this rank left one half way, and its next exchange with the others would be
+        taken for one of that step. None where all ended."""
+        what = self._failed or ("its backward did not end" if self._in_backward else None)
+        if what is None:
+            return None
+        return (
+            f"the last step failed on this rank ({what}), and its exchanges with the other {self.sp_size - 1} ranks of its sequence are "
+            "left half done: end all ranks and go on from a checkpoint, or on every rank remove this handle and apply again"
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether the groups were given back."""
+        return not self._owned
 
     def destroy(self) -> None:
         """Give the groups back. The object answers no more questions about them afterwards.

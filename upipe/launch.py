@@ -8,18 +8,23 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 
 from upipe.config import ConfigError
 
+REFUSALS = "UPIPE_REFUSALS"
+"""Environment variable by which ranks that `launch` started know the folder for what they refuse."""
 GRACE_S = 15.0  # for the other ranks to end by themselves, once one has failed
 
 
 def launch(arguments: list[str], nproc: int) -> int:
     """Run `upipe` with `arguments` as `nproc` ranks on this machine; returns the exit status of the first rank that
-    failed, or 0. SIGTERM and SIGUSR1 are passed on to the ranks. Raises ConfigError for an nproc below 1."""
+    failed, or 0. SIGTERM and SIGUSR1 are passed on to the ranks. What ranks refuse is printed once, at the end. Raises ConfigError
+    for an nproc below 1."""
     if nproc < 1:
         raise ConfigError(f"--nproc {nproc}: must be at least 1")
     environment = dict(os.environ)
@@ -35,6 +40,8 @@ def launch(arguments: list[str], nproc: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     ranks: list[subprocess.Popen] = []
+    folder = tempfile.TemporaryDirectory(prefix="upipe-")
+    environment[REFUSALS] = folder.name
     numbers = (signal.SIGTERM, signal.SIGUSR1)
     before = [signal.signal(number, lambda got, _: _tell(ranks, got)) for number in numbers]
     try:
@@ -50,6 +57,28 @@ def launch(arguments: list[str], nproc: int) -> int:
             process.wait()
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)
+        for line in refusals(Path(folder.name), nproc):
+            print(line, file=sys.stderr)
+        folder.cleanup()
+
+
+def refuse(message: str) -> None:
+    """Tell what this process refuses: on stderr, or to the `launch` that started it as one of its ranks."""
+    rank = os.environ.get("RANK")
+    if rank is not None and REFUSALS in os.environ:
+        (Path(os.environ[REFUSALS]) / rank).write_text(message)
+        return
+    # A message may concern one rank alone, so each that has one says it.
+    print(f"upipe: error{'' if rank is None else f' (rank {rank})'}: {message}", file=sys.stderr)
+
+
+def refusals(folder: Path, nproc: int) -> list[str]:
+    """What ranks left in a folder, a line a message, with the ranks where not all of them have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank in sorted(int(path.name) for path in folder.iterdir()):
+        ranks.setdefault((folder / str(rank)).read_text(), []).append(rank)
+    whose = {message: "" if len(of) == nproc else f" (rank {', '.join(map(str, of))})" for message, of in ranks.items()}
+    return [f"upipe: error{of}: {message}" for message, of in whose.items()]
 
 
 def _wait(ranks: list[subprocess.Popen]) -> int:

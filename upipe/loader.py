@@ -134,6 +134,14 @@ def shard_batch(batch: dict[str, torch.Tensor], sp_size: int, sp_rank: int, ring
     return cut(whole, zigzag.shards(S, ring_degree, ulysses, *divmod(sp_rank, ulysses)))
 
 
+def check_usable(groups: SequenceParallelGroups) -> None:
+    """That ranks still can exchange. Raises PreflightError where the handle was removed, or a step was left half way."""
+    if groups.closed:
+        raise PreflightError("this handle was removed: call upipe.apply again")
+    if groups.failure is not None:
+        raise PreflightError(groups.failure)
+
+
 class ShardedLoader:
     """Iterates a loader of global batches, yielding this rank's shards. Made by `handle.shard(...)`.
 
@@ -166,6 +174,7 @@ class ShardedLoader:
     def __iter__(self) -> Iterator[dict]:
         source = iter(self.loader)
         while True:
+            check_usable(self.groups)
             window, problem = [], None
             # Whatever goes wrong here goes wrong on one rank: the others must be told, or they wait for it.
             try:

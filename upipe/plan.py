@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
 import logging
 import math
@@ -822,9 +823,9 @@ def least(model: str, tokens: int, machine: Machine, words: list[str] | tuple[st
 def fit(
     model: str, tokens: int, machine: Machine, words: list[str] | tuple[str, ...] = (), only_here: bool = False
 ) -> Prediction | None:
-    """The fastest of CANDIDATES that fits, over every sp_size that divides the GPUs; of equals (1 %) the smallest sp_size, so
-    that sequence parallelism goes only as far as needed. What is given in words is not changed. None where nothing fits.
-    only_here: as of `predict`."""
+    """The fastest of CANDIDATES that fits, over every sp_size that divides the GPUs, and where that is more than a node's over
+    Ulysses across nodes and Ulysses inside of them x a ring; of equals (1 %) the smallest sp_size, so that sequence parallelism
+    goes only as far as needed. What is given in words is not changed. None where nothing fits. only_here: as of `predict`."""
     best: Prediction | None = None
     for prediction in _candidates(model, tokens, machine, words, only_here):
         if prediction.fits and (best is None or _better(prediction, best)):
@@ -837,29 +838,37 @@ def _better(a: Prediction, b: Prediction) -> bool:
     return gain > 1.01 or (gain > 0.99 and a.run.upipe.sp_size < b.run.upipe.sp_size)
 
 
+def ring_degrees(sp_size: int, per_node: int) -> list[int]:
+    """What `fit` tries: 1, and over nodes the fewest ring ranks with which Ulysses stays inside a node."""
+    if sp_size <= per_node:
+        return [1]
+    return [1, next(n for n in range(2, sp_size + 1) if sp_size % n == 0 and per_node % (sp_size // n) == 0)]
+
+
 def _candidates(model: str, tokens: int, machine: Machine, words, only_here: bool):
     given = {word.partition("=")[0] for word in words}
     plain = request(model, tokens, machine.world, words)
-    ring, fused = plain.upipe.ring_degree, _may_fuse(plain, words)
-    widths = [n for n in range(machine.world, 0, -1) if machine.world % n == 0 and n % max(1, ring) == 0] or [None]
-    if "upipe.sp_size" in given:
-        widths = [None]
+    asked, fused = plain.upipe, _may_fuse(plain, words)
+    widths = [n for n in range(machine.world, 0, -1) if machine.world % n == 0 and n % max(1, asked.ring_degree) == 0]
+    if "upipe.sp_size" in given or not widths:
+        widths = [asked.sp_size]
+    rings_open = _is_upipe(words) and "upipe.ring_degree" not in given
     candidates = CANDIDATES if _is_upipe(words) else BASELINE_CANDIDATES
     names, some, refused = list(candidates), False, None
     for sp in widths:
         fitted = []
-        for name in names:
-            own = _left_open(candidates[name], words, fused)
-            extra = [] if sp is None else [f"upipe.sp_size={sp}"]
+        rings = ring_degrees(sp, machine.per_node) if rings_open and sp > 0 else [asked.ring_degree]
+        for ring, name in itertools.product(rings, names):
+            own = [*_left_open(candidates[name], words, fused), f"upipe.sp_size={sp}"] + [f"upipe.ring_degree={ring}"] * rings_open
             try:
-                prediction = predict(request(model, tokens, machine.world, [*own, *extra, *words]), machine, only_here=only_here)
+                prediction = predict(request(model, tokens, machine.world, [*own, *words]), machine, only_here=only_here)
             except ConfigError as error:
                 # A candidate that goes against what is given, or more ranks than this model's heads take.
                 refused = refused or error
                 continue
             some = True
             found = with_pairs(prediction, only_here) if not given & {"memory.store_every", "memory.pairs"} else [prediction]
-            if any(each.fits for each in found):
+            if any(each.fits for each in found) and name not in fitted:
                 fitted.append(name)
             yield from found
         if not fitted and len(names) < len(candidates):

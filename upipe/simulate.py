@@ -524,6 +524,8 @@ def keep(cases: dict[Case, Peaks], path: Path = CACHE) -> None:
 
 KEPT = {"llama3-8b": (1, 2, 4, 8, 16), "qwen3-32b": (8, 16), "qwen3-32b-paper": (8, 16), "qwen3-8b": (8,), "qwen3-4b": (8,)}
 """Model presets, and the numbers of ranks of which results are kept."""
+KEPT_RINGS = {16: 2}
+"""Of these the number of ring ranks, too, with which Ulysses stays inside a node of eight."""
 
 
 def kept_cases(model: str) -> list[Case]:
@@ -533,6 +535,8 @@ def kept_cases(model: str) -> list[Case]:
     shape = shape_of(hf_config(ModelConfig(preset=model)))
     settings = [*CANDIDATES.values(), *((f"memory.preset={name}",) for name in ("paper", "lowest_memory", "fastest"))]
     runs = [request(model, 2**20, ranks, words) for ranks in KEPT[model] for words in settings]
+    rings = [(ranks, f"upipe.ring_degree={KEPT_RINGS[ranks]}") for ranks in KEPT[model] if ranks in KEPT_RINGS]
+    runs += [request(model, 2**20, ranks, [*words, ring]) for ranks, ring in rings for words in CANDIDATES.values()]
     return list(dict.fromkeys(case for run in runs for case in cases_of(run, shape, "fa4", None).values()))
 
 
