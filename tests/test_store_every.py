@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import json
 import types
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -374,14 +375,13 @@ class Before(torch.autograd.Function):
         return torch.empty(0, device="meta"), None
 
 
-def backward_peak(case, tokens, monkeypatch):
+def backward_peak(case, tokens):
     """Bytes of the backward of one pair of layers whose input is on the host, everything full-width counted."""
     values = json.loads(case.shape)
     two = dataclasses.replace(case, shape=json.dumps(values | {"layer_types": ["full_attention"] * 2}))
-    monkeypatch.setattr("upipe.offload.HostStore", Away)
     host = simulate._Host()
     live = host.live = LiveStorages()
-    with simulate.without_a_device(case, host):
+    with simulate.without_a_device(case, host), mock.patch("upipe.offload.HostStore", Away):
         model = simulate._model(two)
         apply_tiling(model, TilingConfig(case.mlp_tokens, case.norm_tokens, case.loss_tokens))
         handle = simulate.apply_module.apply(
@@ -411,7 +411,7 @@ def backward_peak(case, tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("fused, output", [(True, "device"), (True, "host"), pytest.param(False, "host", marks=pytest.mark.slow)])
-def test_a_pair_holds_no_more_than_a_layer(monkeypatch, fused, output):
+def test_a_pair_holds_no_more_than_a_layer(fused, output):
     """Llama3-8B, P = 8: the backward of a pair peaks where that of a layer does, or, as the planner has it, in the first layer's
     second forward beside the incoming gradient."""
     shape, tokens = simulate.shape_of(hf_config(ModelConfig(preset="llama3-8b"))), 65536
@@ -423,7 +423,7 @@ def test_a_pair_holds_no_more_than_a_layer(monkeypatch, fused, output):
     if fused:
         other = dataclasses.replace(case, attention_output={"host": "device", "device": "host"}[output])
         assert simulate.simulate(other, (tokens,)).backward == single.backward
-    found, before = backward_peak(case, tokens, monkeypatch)
+    found, before = backward_peak(case, tokens)
     # cos, sin, positions: between forward and backward nothing of the layers is on the device but stage buffers.
     assert before < 0.1 * u
     assert found == pytest.approx(max(single.backward[0], single.forward[0] + u), rel=0.01)
