@@ -159,7 +159,7 @@ def uneven_shards():
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(worlds):
-    worlds(2).run(on_two_ranks)
+    worlds(2).run(on_two_ranks, timeout=600.0)
 
 
 def test_four_ranks_equal_one(worlds):
