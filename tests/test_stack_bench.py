@@ -7,6 +7,7 @@ import json
 import statistics
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +65,7 @@ def test_settings_are_written_as_they_are_read():
     for text in (
         *SETTINGS, "plain:checkpoint=off,tiles=off,loss=hf", "ulysses:tiles=loss", "alst:offload=none,tiles=off",
         "upipe:layer=fused", "ring", "usp:ring=2", "fpdt:chunk=4096,tiles=off", "native:offload=none", "ulysses:rope=model",
+        "upipe:host,blocks=64K,layer=fused", "fpdt:blocks_backward=auto", "ring:blocks=32K,blocks_backward=none",
         *(rung.setting for preset in ladder.PRESETS.values() for rung in preset.rungs),
     ):
         setting = Setting.parse(text)
@@ -75,10 +77,21 @@ def test_settings_are_written_as_they_are_read():
         ("upipe:checkpoint=off,offload=pinned", "checkpoint=on"),
         ("alst:offload=pageable", "pinned|none"), ("alst:tiles=loss", "on|off"), ("ulysses:host", "none of"),
         ("ring:ring=2", "none of"), ("fpdt:chunk=x", "TOKENS"), ("native:rope=model", "none of"),
+        ("upipe:blocks=0", "TOKENS|none|auto"), ("ring:blocks=wide", "TOKENS|none|auto"), ("native:blocks=64K", "none of"),
         ("upipe:layer=fused,dx=bf16", "dx=gemm"), ("upipe:offload=disk", "none|pinned|pageable"),
     ):
         with pytest.raises(ConfigError, match=says.replace("|", r"\|")):
             Setting.parse(text)
+
+
+def test_a_setting_s_blocks_are_those_of_its_kernel():
+    engine = SimpleNamespace(kernel=named_kernel("reference"), device=torch.device("cpu"), _blocked={})
+    whole, cut = Setting.parse("upipe"), Setting.parse("upipe:blocks=32,blocks_backward=16")
+    assert Engine.kernel_of(engine, whole) is engine.kernel
+    assert str(Engine.kernel_of(engine, cut)) == "reference, forward in blocks of 32, backward in blocks of 16"
+    assert Engine.kernel_of(engine, cut) is Engine.kernel_of(engine, cut)
+    engine.kernel = ZeroAttention(named_kernel("cudnn"))
+    assert Engine.kernel_of(engine, cut).measured_as == "cudnn"
 
 
 def test_chunks_are_as_many_as_torch_makes():
@@ -107,8 +120,10 @@ def test_zero_attention_allocates_as_the_kernel_and_answers_zeros():
 
 ENGINES = (
     ("alst",), ("alst:offload=none,tiles=off",), ("ulysses:tiles=loss",), ("ulysses:checkpoint=off,tiles=off,loss=hf",),
-    ("upipe:device", "upipe:host=1", "upipe:host,dx=bf16"), ("upipe:host,layer=fused", "upipe:device,layer=fused,offload=none"),
+    ("upipe:device", "upipe:host=1", "upipe:host,dx=bf16", "upipe:device,blocks=32,blocks_backward=16"),
+    ("upipe:host,layer=fused", "upipe:device,layer=fused,offload=none"),
     ("upipe:tiles=off,offload=none",), ("ring",), ("usp:ring=2,checkpoint=off",), ("fpdt:chunk=32",), ("ulysses:rope=model",),
+    ("ulysses:blocks=32,blocks_backward=16",),
 )
 
 
