@@ -136,9 +136,13 @@ class Bench:
         return left_out
 
     def kernel(self, name: str, size: int | None) -> kernels.Kernel:
-        """Raises PreflightError for a kernel that does not run here."""
-        one = check_kernel(name, kernels.Case.of(torch.empty(0, dtype=self.dtype, device=self.device), self.options.head_dim))
-        return blocked.in_blocks(one, *(["none" if size is None else size] * 2))
+        """Raises ConfigError for a kernel that does not run here, or not in blocks."""
+        size = "none" if size is None else size
+        try:
+            one = check_kernel(name, kernels.Case.of(torch.empty(0, dtype=self.dtype, device=self.device), self.options.head_dim))
+            return blocked.in_blocks(one, size, size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def measure(self, point: Point) -> None:
         options = self.options

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments import kernel_blocks as command
-from upipe import blocked, kernel_blocks, records
+from upipe import blocked, kernel_blocks, kernels, records
 from upipe.config import ConfigError
 from upipe.environment import code
 
@@ -81,6 +81,12 @@ def test_refused(tmp_path, capsys, arguments, says):
     assert command.main([*TOY, *named(), *arguments, "--results", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_kernel_without_such_calls_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "check_kernel", lambda name, case: kernels.FlashAttention3())
+    assert command.main([*TOY, *named(), "--results", str(tmp_path)]) == 2
+    assert "kernel fa3 (not run by us on any machine) is not served on a ring or in blocks" in capsys.readouterr().err
 
 
 def of_a_gpu(path, block, forward_s, run_id="a", **changes):
