@@ -23,9 +23,9 @@ def command_line(name: str, arguments: list[str] | None) -> str:
     return f"python -m {name} " + " ".join(sys.argv[1:] if arguments is None else arguments)
 
 
-def made_by(command: str, commit: str | None, ending: str) -> dict[str, Any]:
+def made_by(command: str, commit: str | None, ending: str, gpus: int = 0) -> dict[str, Any]:
     """What a record says of the code, machine and command it was made by, in one process; the run is named by its time and an ending."""
-    found = environment(command, commit)
+    found = environment(command, commit, gpus=gpus)
     return found | {"run_id": found["date"].replace("-", "").replace(":", "") + "-" + ending}
 
 

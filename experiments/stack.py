@@ -73,7 +73,7 @@ from upipe.build import hf_config
 from upipe.config import ConfigError
 from upipe.environment import code, environment
 from upipe.methods import native, ulysses
-from upipe.preflight import check_kernel, check_schedule
+from upipe.preflight import check_kernel, check_kernel_blocks, check_schedule
 from upipe.records import Record, format_tokens, parse_tokens, unit_gib
 from upipe.traffic import Traffic
 
@@ -353,6 +353,7 @@ def described(setting: Setting, options: argparse.Namespace, shape: Shape, token
         extra={
             "point": point_of(setting, options.model, layers, options.kernel, tokens, options.sp),
             "scope": "model", "setting": str(setting), "method_form": setting.form, "fused": setting.fused, "pairs": setting.pairs,
+            "block_tokens": setting.block_tokens, "block_tokens_backward": setting.block_tokens_backward,
             "hidden_size": config.hidden_size, "heads": config.num_attention_heads,
             "kv_heads": config.num_key_value_heads, "head_dim": config.head_dim, "vocabulary": config.vocab_size,
             "optimizer": options.optimizer, "allocator_cap_gib": options.allocator_cap, "memory_only": options.memory_only,
@@ -456,6 +457,7 @@ def _check_method(setting: Setting, options: argparse.Namespace, config: Any) ->
         if setting.name == "native" and options.sp > 1:
             native.check_device(device)
             native.check_kernel(options.kernel)
+        check_kernel_blocks(setting.config(options.sp, config.num_attention_heads, options.kernel))
     except ValueError as error:
         raise ConfigError(f"setting {str(setting)!r}: {error}") from None
 

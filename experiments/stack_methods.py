@@ -16,6 +16,8 @@ A setting is written NAME or NAME:item,...
   of all but alst: checkpoint=on|off, offload=none|pinned|pageable, keep=N (the last N stored inputs stay on the device), pairs=N
   (one stored input for both layers of N pairs), prefetch=on|off, tiles=on|off|loss|mlp (mlp: MLPs and norms), loss=hf|sum (without
   a tiled loss: of all logits in fp32 at once, as transformers computes it, or with no fp32 copy of them)
+  of upipe, ulysses, ring, usp, fpdt: blocks=TOKENS and blocks_backward=TOKENS, or auto (the kernel's causal calls in blocks,
+  `upipe.blocked`)
 
 The optimizer's learning rate is 0: weights stay as they are, so that every step of every setting has the same loss and gradient.
 
@@ -46,6 +48,7 @@ import upipe
 from experiments.alst import Alst, UlyssesAttention, apply_alst
 from upipe import host, kernels, loss, workspace
 from upipe.block import checkpoint_contexts
+from upipe.blocked import check_tokens, in_blocks
 from upipe.build import ModelConfig, build_model, build_partitioned_model, count_parameters
 from upipe.comm import SequenceParallelGroups
 from upipe.config import ConfigError
@@ -56,7 +59,7 @@ from upipe.methods import MethodConfig, MethodHandle, apply_method
 from upipe.methods.config import FORMS
 from upipe.offload import CheckpointConfig, Checkpointing, apply_checkpointing
 from upipe.optimize import TrainConfig, build_optimizer, deepspeed_config
-from upipe.records import parse_tokens
+from upipe.records import format_tokens, parse_tokens
 from upipe.ring import on_ring
 from upipe.tiled import TilingConfig, apply_tiling
 
@@ -83,6 +86,7 @@ class Setting:
 
     host_layers: attention outputs on the host: of no layer (0), of so many, or of all (None).
     heads_per_stage: U; None: P; -1: all heads.
+    block_tokens, block_tokens_backward: in what blocks the kernel's causal calls run, as `upipe.blocked.Tokens` says.
     """
 
     name: str = "upipe"
@@ -102,6 +106,8 @@ class Setting:
     ring_degree: int | None = None
     chunk_tokens: int | None = None
     rope: str = "ours"
+    block_tokens: int | str = "none"
+    block_tokens_backward: int | str = "none"
 
     @classmethod
     def parse(cls, text: str) -> Setting:
@@ -144,6 +150,8 @@ class Setting:
             items += ["layer=fused"] * self.fused + ["within=on"] * self.within
         items += [f"ring={self.ring_degree}"] * (self.ring_degree is not None) + ["rope=model"] * (self.rope == "model")
         items += [f"chunk={self.chunk_tokens}"] * (self.chunk_tokens is not None)
+        for key, size in (("blocks", self.block_tokens), ("blocks_backward", self.block_tokens_backward)):
+            items += [] if size == "none" else [f"{key}={size if size == 'auto' else format_tokens(size)}"]
         items += ["checkpoint=off"] * (not self.checkpoint)
         items += [f"offload={self.offload}"] * self.checkpoint
         items += [f"keep={self.keep}"] * (self.keep is not None) + [f"pairs={self.pairs}"] * (self.pairs > 0)
@@ -208,6 +216,7 @@ class Setting:
         return upipe.UPipeConfig(
             sp_size=sp_size, heads_per_stage=U, kernel=kernel, ring_degree=ring, overlap=self.overlap, dx=self.dx,
             attention_output="device" if self.host_layers == 0 else "host", attention_output_layers=self.host_layers or None,
+            kernel_block_tokens=self.block_tokens, kernel_block_tokens_backward=self.block_tokens_backward,
         )
 
 
@@ -225,7 +234,17 @@ def _choice(name: str, **values: Any) -> Callable[[str], dict[str, Any]]:
     return lambda value: {name: values[value]}
 
 
+def _blocks(name: str) -> Callable[[str], dict[str, Any]]:
+    def read(value: str) -> dict[str, Any]:
+        size = value if value in ("none", "auto") else parse_tokens(value)
+        check_tokens(size)
+        return {name: size}
+
+    return read
+
+
 OURS = (*BASELINES, "plain", "upipe")
+CUT = ("ulysses", "ring", "usp", "fpdt", "upipe")
 _ITEMS: dict[str, tuple[tuple[str, ...], str, Callable[[str], dict[str, Any]]]] = {
     "device": (("upipe",), "", lambda value: {"host_layers": {"": 0}[value]}),
     "host": (("upipe",), "[=LAYERS]", _host),
@@ -243,6 +262,8 @@ _ITEMS: dict[str, tuple[tuple[str, ...], str, Callable[[str], dict[str, Any]]]] 
     "loss": (OURS, "=hf|sum", _choice("loss", hf="hf", sum="sum")),
     "ring": (("usp", "upipe"), "=RANKS", lambda value: {"ring_degree": _positive(value)}),
     "chunk": (("fpdt",), "=TOKENS", lambda value: {"chunk_tokens": parse_tokens(value)}),
+    "blocks": (CUT, "=TOKENS|none|auto", _blocks("block_tokens")),
+    "blocks_backward": (CUT, "=TOKENS|none|auto", _blocks("block_tokens_backward")),
     "rope": (("ulysses",), "=ours|model", _choice("rope", ours="ours", model="model")),
 }
 """Item of a setting -> the methods that take it, how it is written on, and its value's fields."""
@@ -369,11 +390,12 @@ class Engine:
         self.handle: upipe.Handle | None = None
         self.alst: Alst | None = None
         self._closers: list[Callable[[], None]] = []
-        self._ring: tuple[kernels.Kernel, kernels.Kernel] | None = None
+        self._blocked: dict[tuple, kernels.Kernel] = {}
+        self._on_ring: dict[kernels.Kernel, kernels.Kernel] = {}
         first = settings[0]
         if first.method is not None:
             self.handle = apply_method(self.model, first.method, first.config(shape.sp_size, self.heads, "auto"))
-            self.handle._sharding.kernel = lambda case: self._around(first)
+            self.handle._sharding.kernel = lambda case: self.kernel_of(first)
             self.groups = self.handle.mpu
             self._closers.append(self.handle.remove)
         else:
@@ -396,13 +418,19 @@ class Engine:
     def heads(self) -> int:
         return self.model.config.num_attention_heads
 
-    def _around(self, setting: Setting) -> kernels.Kernel:
-        """The kernel; over upipe's ring where it has one. Baselines put it on theirs themselves."""
+    def kernel_of(self, setting: Setting) -> kernels.Kernel:
+        """The kernel of now, in a setting's blocks; over upipe's ring where it has one. Baselines put it on theirs themselves."""
+        blocks = setting.block_tokens, setting.block_tokens_backward
+        if (self.kernel, blocks) not in self._blocked:
+            gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else None
+            # A kernel that stands for one has its times.
+            self._blocked[self.kernel, blocks] = in_blocks(self.kernel, *blocks, gpu, getattr(self.kernel, "of", self.kernel).name)
+        kernel = self._blocked[self.kernel, blocks]
         if setting.name != "upipe" or self.groups.ring_size == 1:
-            return self.kernel
-        if self._ring is None or self._ring[0] is not self.kernel:
-            self._ring = self.kernel, on_ring(self.kernel, self.groups.ring_group)
-        return self._ring[1]
+            return kernel
+        if kernel not in self._on_ring:
+            self._on_ring[kernel] = on_ring(kernel, self.groups.ring_group)
+        return self._on_ring[kernel]
 
     def _variant(self, setting: Setting) -> Variant:
         """Put a setting on, remember how the modules look then, and take their looks off again."""
@@ -413,7 +441,7 @@ class Engine:
             )
             made.closers.append(self.alst.remove)
         elif setting.method is None:
-            attention = UlyssesAttention(model, self.groups, lambda: self.kernel)
+            attention = UlyssesAttention(model, self.groups, lambda: self.kernel_of(setting))
             made.closers.append(attention.remove)
         if setting.tiling is not None:
             made.closers.append(apply_tiling(model, setting.tiling).remove)
@@ -432,6 +460,7 @@ class Engine:
             mine = copy.copy(sharding)
             mine.config, mine.schedules = setting.config(self.shape.sp_size, self.heads, "auto"), {}
             mine.schedule(self.heads, model.config.num_key_value_heads)
+            mine.kernel = lambda case: self.kernel_of(setting)
             made.attention = {layer.self_attn: mine for layer in model.model.layers}
         made.classes = {module: type(module) for module in model.modules() if type(module) is not self._plain[module]}
         self._dress({})

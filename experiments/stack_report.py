@@ -51,7 +51,7 @@ def _all_heads(record: dict[str, Any]) -> int | None:
 
 SETTINGS = (
     "method", "heads_per_stage", "attention_output", "attention_output_host_layers", "overlap", "dx", "offload", "tile_tokens",
-    "fused",
+    "fused", "block_tokens", "block_tokens_backward",
 )
 
 
@@ -60,7 +60,7 @@ def _other(record: dict[str, Any], found: list[dict[str, Any]], field: str, valu
     if value is None or record[field] in (None, value):
         return None
     return next(
-        (r for r in found if r[field] == value and all(r[name] == record[name] for name in SETTINGS if name != field)), None
+        (r for r in found if r[field] == value and all(r.get(name) == record.get(name) for name in SETTINGS if name != field)), None
     )
 
 

@@ -31,13 +31,13 @@ def ds_config(stage, accumulation=1, clip=0.0, bf16=False, **zero):
 
 @contextmanager
 def sharded(model, sp_size, stage=0, heads_per_stage=None, accumulation=1, checkpointing=None, lr=0.1, config=None, kernel="auto",
-            ring_degree=1, method="upipe"):
+            ring_degree=1, method="upipe", **settings):
     """(handle, engine) of a plain model, taken down at the end. checkpointing: None, "non-reentrant" or "reentrant"; or the
-    library's own, with the "attention output on the host", "fused layers" or "fused layers, host"."""
+    library's own, with the "attention output on the host", "fused layers" or "fused layers, host". settings: others of UPipeConfig."""
     config = config or ds_config(stage, accumulation)
     own, output = checkpointing in OWN_CHECKPOINTING, "host" if "host" in (checkpointing or "") else "device"
     handle = apply_method(model, method, upipe.UPipeConfig(sp_size=sp_size, heads_per_stage=heads_per_stage, kernel=kernel,
-                                                           ring_degree=ring_degree, attention_output=output), ds_config=config)
+                                                           ring_degree=ring_degree, attention_output=output, **settings), ds_config=config)
     parts = [handle]
     if own and "fused" in checkpointing:
         parts.append(apply_fused_layers(model, handle, FusedLayersConfig(mlp_tokens=4)))

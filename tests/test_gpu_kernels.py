@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.plain import relative_error
-from upipe import kernels, reference
+from upipe import blocked, kernels, reference
 from upipe.kernels import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -115,6 +115,30 @@ def test_views_and_buffers(name, B, kv_heads):
     mixed = kernel.backward(grad, *tensors[:3], wider(out)[0], wider_lse[:, 2:6, 3:-2], scale)
     check((out, lse, *mixed), want)
     check(run(kernel, *tensors, scale), want)
+
+
+@pytest.mark.parametrize("B,heads,kv_heads,tokens", [(1, 4, 1, 1100), (2, 4, 2, 1025), (1, 3, 3, 1536)])
+@pytest.mark.parametrize("name", ["fa4", "cudnn"])
+def test_blocks_are_the_single_call(name, B, heads, kv_heads, tokens):
+    """Blocks of 512, the last one short, of one token or whole: errors against the definition within those of the single call, from
+    and into heads of wider buffers, with dq over out."""
+    kernel, scale = kernel_for(name, 128), 128**-0.5
+    tensors = inputs(B, tokens, heads, kv_heads, 128)
+    want, single = definition(*tensors, scale), run(kernel, *tensors, scale)
+    check(single, want)
+    blocks = blocked.in_blocks(kernel, 512, 512)
+    q, k, v, grad = (wider(t)[0] for t in tensors)
+    out, whole_out = wider(torch.zeros_like(q))
+    got, lse = blocks.forward(q, k, v, scale, out=out)
+    assert got is out and not torch.equal(out, single[0]), "no blocks ran"
+    before = out.clone()
+    dk, dv = wider(torch.zeros_like(k)), wider(torch.zeros_like(v))
+    grads = blocks.backward(grad, q, k, v, out, lse, scale, dq=out, dk=dk[0], dv=dv[0])
+    assert all(result is part for result, part in zip(grads, (out, dk[0], dv[0])))
+    check((before, lse, *grads), want)
+    assert whole_out.isnan().sum() == whole_out[:, :, :3].numel() and not out.isnan().any()
+    forward_only, _ = blocked.in_blocks(kernel, 512, "none").forward(*tensors[:3], scale)
+    assert relative_error(forward_only, single[0]) < OUT
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash"])

@@ -8,6 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +68,7 @@ def test_settings_are_written_as_they_are_read():
         *SETTINGS, "plain:checkpoint=off,tiles=off,loss=hf", "ulysses:tiles=loss", "alst:offload=none,tiles=off",
         "upipe:layer=fused", "upipe:layer=fused,prefetch=off,within=on,offload=pageable", "upipe:host,ring=2", "ring",
         "usp:ring=2", "fpdt:chunk=4096,tiles=off", "native:offload=none", "ulysses:rope=model",
+        "upipe:host,blocks=64K,layer=fused", "fpdt:blocks_backward=auto", "ring:blocks=32K,blocks_backward=none",
         *(rung.setting for preset in ladder.PRESETS.values() for rung in preset.rungs),
     ):
         setting = Setting.parse(text)
@@ -79,10 +81,21 @@ def test_settings_are_written_as_they_are_read():
         ("alst:offload=pageable", "pinned|none"), ("alst:tiles=loss", "on|off"), ("ulysses:host", "none of"),
         ("ring:ring=2", "none of"), ("upipe:ring=0", "ring=RANKS"), ("fpdt:chunk=x", "TOKENS"), ("native:rope=model", "none of"),
         ("upipe:layer=fused,dx=bf16", "dx=gemm"), ("upipe:layer=fused,within=on", "prefetch=off"),
+        ("upipe:blocks=0", "TOKENS|none|auto"), ("ring:blocks=wide", "TOKENS|none|auto"), ("native:blocks=64K", "none of"),
         ("upipe:offload=disk", "none|pinned|pageable"),
     ):
         with pytest.raises(ConfigError, match=says.replace("|", r"\|")):
             Setting.parse(text)
+
+
+def test_a_setting_s_blocks_are_those_of_its_kernel():
+    engine = SimpleNamespace(kernel=named_kernel("reference"), device=torch.device("cpu"), _blocked={})
+    whole, cut = Setting.parse("upipe"), Setting.parse("upipe:blocks=32,blocks_backward=16")
+    assert Engine.kernel_of(engine, whole) is engine.kernel
+    assert str(Engine.kernel_of(engine, cut)) == "reference, forward in blocks of 32, backward in blocks of 16"
+    assert Engine.kernel_of(engine, cut) is Engine.kernel_of(engine, cut)
+    engine.kernel = ZeroAttention(named_kernel("cudnn"))
+    assert Engine.kernel_of(engine, cut).measured_as == "cudnn"
 
 
 def test_chunks_are_as_many_as_torch_makes():
@@ -111,11 +124,12 @@ def test_zero_attention_allocates_as_the_kernel_and_answers_zeros():
 
 ENGINES = (
     ("alst",), ("alst:offload=none,tiles=off",), ("ulysses:tiles=loss",), ("ulysses:checkpoint=off,tiles=off,loss=hf",),
-    ("upipe:device", "upipe:host=1", "upipe:host,dx=bf16"), (
+    ("upipe:device", "upipe:host=1", "upipe:host,dx=bf16", "upipe:device,blocks=32,blocks_backward=16"), (
         "upipe:host,layer=fused", "upipe:device,layer=fused,offload=none", "upipe:host=1,layer=fused,prefetch=off,within=on",
     ),
     ("upipe:tiles=off,offload=none",), ("ring",), ("usp:ring=2,checkpoint=off",),
     ("upipe:host,ring=2", "upipe:device,U=H,ring=2"), ("fpdt:chunk=32",), ("ulysses:rope=model",),
+    ("ulysses:blocks=32,blocks_backward=16",),
 )
 
 

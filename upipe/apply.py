@@ -25,9 +25,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from upipe import kernels, loss, models, preflight, stage_width
+from upipe import blocked, kernels, loss, models, preflight, stage_width
 from upipe.block import BlockSpec, attention_block
 from upipe.comm import SequenceParallelGroups, init_distributed, node_ranks
+from upipe.config import Length
 from upipe.kernels import Offsets
 from upipe.loader import AdaptedLoader, ShardedLoader, check_usable
 from upipe.preflight import PreflightError
@@ -44,6 +45,10 @@ class UPipeConfig:
 
     Args:
         sp_size: processes that share a sequence; a divisor of the world size. 1 works: heads still go in groups.
+        kernel_block_tokens: whether a kernel's causal forward over a long sequence is cut into blocks of so many tokens: "none", one
+            call; a number; "auto", in what was measured to be fastest on this GPU (`upipe.kernel_blocks`), one call where nothing
+            was. `upipe.blocked` says what it holds.
+        kernel_block_tokens_backward: the same of the backward.
         ring_degree: R, how many of sp_size's factors are a ring; a divisor of it. The other, P = sp_size / R, is the Ulysses degree,
             over which heads go in groups. Every rank has S / sp_size tokens either way. For more nodes than one: Ulysses
             inside a node (P must divide its processes), the ring across; `upipe.zigzag` says which tokens a rank has.
@@ -72,6 +77,8 @@ class UPipeConfig:
     overlap: bool = True
     dx: Literal["gemm", "bf16"] = "gemm"
     shard_eval: bool = True
+    kernel_block_tokens: Length | Literal["none", "auto"] = "none"
+    kernel_block_tokens_backward: Length | Literal["none", "auto"] = "none"
 
     @property
     def ulysses_degree(self) -> int:
@@ -150,8 +157,7 @@ class Sharding:
     def _width(self, tokens: int, heads: int, kernel: str) -> int:
         key = tokens, heads, kernel
         if key not in self._widths:
-            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-            self._widths[key], why = stage_width.choose(tokens, self.config.ulysses_degree, heads, gpu, kernel)
+            self._widths[key], why = stage_width.choose(tokens, self.config.ulysses_degree, heads, _gpu(), kernel)
             if dist.get_rank() == 0:
                 logger.info("heads_per_stage: auto is %d for %d tokens with %s (%s)", self._widths[key], tokens, kernel, why)
         return self._widths[key]
@@ -167,6 +173,8 @@ class Sharding:
     def kernel(self, case: kernels.Case) -> kernels.Kernel:
         if case not in self.kernels:
             kernel = preflight.check_kernel(self.config.kernel, case, self.config.ring_degree)
+            blocks = self.config.kernel_block_tokens, self.config.kernel_block_tokens_backward
+            kernel = blocked.in_blocks(kernel, *blocks, _gpu())
             self.kernels[case] = on_ring(kernel, self.groups.ring_group) if self.config.ring_degree > 1 else kernel
             if dist.get_rank() == 0:
                 logger.info("attention kernel: %s (%s)", self.kernels[case], case)
@@ -221,6 +229,11 @@ class Sharding:
         """[1, L] positions of this rank's tokens, where a batch brings none."""
         parts = self.groups.positions(length)
         return torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])[None]
+
+
+def _gpu() -> str | None:
+    """The GPU's name, as tables of measured times have it."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def document_offsets(position_ids: torch.Tensor) -> Offsets | None:
@@ -580,12 +593,15 @@ class Handle:
             f"UPipe on {type(self.model).__name__}: {self._layers} attention layers, "
             f"sequence parallel {self.mesh} x data parallel {self.dp_size}",
             *(schedule.describe() for schedule in self._sharding.schedules.values()),
-            *(f"attention kernel: {name} ({case})" for case, name in self.kernels.items()),
+            *self._kernel_reports(),
             f"attention output {self._outputs()}, exchange {'' if c.overlap else 'not '}overlapped, dx by {c.dx}",
             *self._other_reports(),
             *self._notes,
         ]
         return "\n".join(lines)
+
+    def _kernel_reports(self) -> list[str]:
+        return [f"attention kernel: {kernel} ({case})" for case, kernel in self._sharding.kernels.items()]
 
     def _other_reports(self) -> list[str]:
         """Of what else was put on the model."""
@@ -643,6 +659,7 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     init_distributed()
     preflight.check_groups(config.sp_size, config.ring_degree, node_ranks())
     preflight.check_kernel_name(config.kernel)
+    preflight.check_kernel_blocks(config)
     check_unpatched(model)
     found = preflight.find_attention(model)
     preflight.check_modes(config, len(found))

@@ -103,6 +103,7 @@ def _patch_classes(hf_config, config: UPipeConfig) -> SequenceParallelGroups:
     init_distributed()
     preflight.check_groups(config.sp_size, config.ring_degree, node_ranks())
     preflight.check_kernel_name(config.kernel)
+    preflight.check_kernel_blocks(config)
     preflight.check_config(hf_config)
     preflight.check_schedule(
         hf_config.num_attention_heads, hf_config.num_key_value_heads, config.ulysses_degree, config.heads_per_stage

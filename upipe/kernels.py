@@ -139,7 +139,8 @@ class Kernel:
         buffers = (dq, dk, dv)
         for name, buffer, like in zip(("dq", "dk", "dv"), buffers, (q, k, v)):
             _check_buffer(name, buffer, like)
-        if dq is not None and not self.dq_over_out and dq.numel() and dq.data_ptr() == out.data_ptr():
+        shared = dq is not None and not dq.is_meta and dq.numel() and dq.data_ptr() == out.data_ptr()
+        if shared and not self.dq_over_out:
             raise ValueError(f"kernel {self} was handed out's memory as dq but dq_over_out is False: give dq memory of its own")
         if offsets is None:
             got = self._backward(grad, q, k, v, out, lse, scale, Mask(window, softcap), *buffers)

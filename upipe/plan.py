@@ -40,7 +40,7 @@ from typing import Any
 
 import yaml
 
-from upipe import layer, models, preflight, simulate, stage_width
+from upipe import blocked, kernel_blocks, layer, models, preflight, simulate, stage_width
 from upipe.apply import host_layers
 from upipe.build import ModelConfig, hf_config, is_glm, model_sizes
 from upipe.config import ConfigError, load, to_mapping
@@ -247,9 +247,11 @@ def degrees(run: RunConfig) -> tuple[int, int]:
     return run.method.degrees(run.upipe.sp_size)
 
 
-def cases_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> dict[str, Case]:
-    """What is to be simulated for a run: of layers by where their attention output is. width: U; None for P."""
+def cases_of(run: RunConfig, shape: str, kernel: str, width: int | None, gpu: str | None = None) -> dict[str, Case]:
+    """What is to be simulated for a run: of layers by where their attention output is. width: U; None for P. gpu: its name in tables
+    of measured times."""
     memory, upipe = run.memory, run.upipe
+    blocks = blocks_of(run, kernel, gpu)
     checkpointing = "own" if memory.offload != "none" else {"none": "none"}.get(run.model.checkpointing, "model")
     ring, ranks = degrees(run)
     if run.method.name != "upipe":
@@ -257,13 +259,13 @@ def cases_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> dict
         return {"device": Case(
             shape, ranks, kernel, None, "device", True, "gemm", memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens,
             memory.fp32_grads, memory.reuse_grad, False, checkpointing, run.train.micro_batch_size, run.train.dtype, ring,
-            run.method.name, chunk,
+            run.method.name, chunk, *blocks,
         )}  # fmt: skip
     host = Case(
         shape, ranks, kernel, None if width == ranks else width, upipe.attention_output, upipe.overlap, upipe.dx,
         memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens, memory.fp32_grads, memory.reuse_grad, memory.fused_layers,
-        checkpointing, run.train.micro_batch_size, run.train.dtype, upipe.ring_degree,
-        offload_within_layer=memory.offload_within_layer,
+            checkpointing, run.train.micro_batch_size, run.train.dtype, upipe.ring_degree, "upipe", None, *blocks,
+            offload_within_layer=memory.offload_within_layer,
     )  # fmt: skip
     if memory.fused_layers:
         # The same to the byte: what is fetched goes where it would be made again, by fewer buffers.
@@ -271,6 +273,21 @@ def cases_of(run: RunConfig, shape: str, kernel: str, width: int | None) -> dict
     if upipe.attention_output == "device" or upipe.attention_output_layers is None:
         return {upipe.attention_output: host}
     return {output: dataclasses.replace(host, attention_output=output) for output in ("host", "device")}
+
+
+def blocks_of(run: RunConfig, kernel: str, gpu: str | None) -> tuple[int | str, int | str, str | None]:
+    """Blocks of a kernel's forward and backward, and the GPU by whose table "auto" is settled. "auto" is "none" where that has nothing."""
+    blocks = run.upipe.kernel_block_tokens, run.upipe.kernel_block_tokens_backward
+    if "auto" not in blocks:
+        return *blocks, None
+    if kernel_blocks.measured(gpu, kernel):
+        return *blocks, gpu
+    return *("none" if tokens == "auto" else tokens for tokens in blocks), None
+
+
+def table_name(machine: Machine) -> str:
+    """The machine's GPU as tables of measured times name it."""
+    return f"NVIDIA {machine.gpu.name.split('-')[0]}"
 
 
 def kernel_of(run: RunConfig, machine: Machine, head_dim: int) -> str:
@@ -445,7 +462,12 @@ class Prediction:
             "attention kernel's own memory": kernel, "states, buffers": "arithmetic", "margin, system": "assumed",
             "rates": f"{attention}, links, products of heads {scaled}; other products, gathers, 8-GPU host copies, what a ring hides "
             "assumed",
-        }  # fmt: skip
+        } | ({"blocks of attention calls": "in memory; time is that of single calls"} if self.blocks else {})  # fmt: skip
+
+    @property
+    def blocks(self) -> str:
+        """In what blocks attention runs, in words; empty for single calls."""
+        return blocked.in_words(*blocks_of(self.run, self.kernel, table_name(self.machine))[:2])
 
     def text(self) -> str:
         run, gpu, left = self.run, self.machine.gpu, self.headroom
@@ -454,7 +476,7 @@ class Prediction:
         method = "" if run.method.name == "upipe" else f"method {run.method.name}, "
         lines = [
             f"{run.model.preset or run.model.pretrained or 'model'}, {self.layers} layers, {format_tokens(self.tokens)} tokens, on "
-            f"{self.machine}; {method}sp {sp}{ring} x dp {self.machine.world // sp}, {self.kernel}",
+            f"{self.machine}; {method}sp {sp}{ring} x dp {self.machine.world // sp}, {self.kernel}{self.blocks}",
             f"device  {self.device_gib:8.2f} GiB of {gpu.usable_gib:g}, {left['device']:+.2f} left; highest in the {self.phase}",
             *(f"  {value:8.2f} {name}" for name, value in self.device.items() if value > 0.005),
             f"host    {self.host_gib:8.2f} GiB of {self.machine.host_gib:g} a node, {left['host']:+.2f} left",
@@ -484,6 +506,7 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True, only_here: bool
         raise ConfigError(f"upipe.sp_size={sp} does not divide the {world} GPUs; use one of {', '.join(map(str, divisors))}")
     try:
         preflight.check_ring_degree(sp, run.upipe.ring_degree, machine.per_node)
+        preflight.check_kernel_blocks(run.upipe)
     except ValueError as error:
         raise ConfigError(f"upipe.{error}") from error
     ring, ulysses = degrees(run)
@@ -498,8 +521,7 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True, only_here: bool
     kernel = kernel_of(run, machine, head_dim)
     width = run.upipe.heads_per_stage
     if width == "auto":
-        gpu = f"NVIDIA {machine.gpu.name.split('-')[0]}"
-        width, _ = stage_width.choose(tokens // ring, ulysses, text.num_attention_heads, gpu, kernel)
+        width, _ = stage_width.choose(tokens // ring, ulysses, text.num_attention_heads, table_name(machine), kernel)
     try:
         schedule = preflight.check_schedule(text.num_attention_heads, text.num_key_value_heads, ulysses, width)
     except ValueError as error:
@@ -509,7 +531,7 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True, only_here: bool
         host_bytes=int(machine.host_gib * GIB), refuse=False,
     )  # fmt: skip
     outputs = {"host": plan.attention_layers, "device": sizes.layers - plan.attention_layers}
-    cases = list({case: None for output, case in cases_of(run, shape, kernel, width).items() if outputs[output]})
+    cases = list({case: None for output, case in cases_of(run, shape, kernel, width, table_name(machine)).items() if outputs[output]})
     local = -(-tokens // sp)
 
     def peaks_for(case: Case) -> simulate.Peaks:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from upipe import kernels, models, ring
+from upipe import blocked, kernels, models, ring
 from upipe.schedule import HeadSchedule
 
 
@@ -70,6 +70,21 @@ def check_schedule(heads: int, kv_heads: int, sp_size: int, heads_per_stage: int
 def check_kernel_name(name: str) -> None:
     if name != "auto" and name not in kernels.names():
         raise PreflightError(f"kernel={name!r} is unknown: use auto, {kernels.described()}")
+
+
+def check_kernel_blocks(config) -> None:
+    """`apply.UPipeConfig.kernel_block_tokens` and its backward's, with a kernel asked for by name."""
+    for name in ("kernel_block_tokens", "kernel_block_tokens_backward"):
+        try:
+            blocked.check_tokens(getattr(config, name))
+        except ValueError as error:
+            raise PreflightError(f"{name}: {error}") from None
+    asked = [kernel for kernel in kernels.KERNELS if kernel.name == config.kernel]
+    if asked and not config.kernel_block_tokens == config.kernel_block_tokens_backward == "none":
+        try:
+            ring.full_of(asked[0])
+        except ValueError as error:
+            raise PreflightError(str(error)) from None
 
 
 def check_kernel(name: str, case: kernels.Case, ring_degree: int = 1) -> kernels.Kernel:

@@ -122,7 +122,7 @@ def full_of(kernel: Kernel) -> Kernel:
     if hasattr(kernel, "without_mask"):
         return kernel.without_mask()
     if type(kernel) not in FULL:
-        raise ValueError(f"kernel {kernel} is not served on a ring, which needs calls without a causal mask: use {_served()}")
+        raise ValueError(f"kernel {kernel} is not served on a ring or in blocks, which need calls without a causal mask: use {_served()}")
     return FULL[type(kernel)]()
 
 

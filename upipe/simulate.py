@@ -34,7 +34,7 @@ from unittest import mock
 
 import torch
 
-from upipe import block, kernels, layer, loss, offload, preflight, ring, tiled, workspace
+from upipe import block, blocked, kernels, layer, loss, offload, preflight, ring, tiled, workspace
 from upipe.apply import Sharding, UPipeConfig
 from upipe.block import checkpoint_contexts
 from upipe.build import ModelConfig, enable_checkpointing, hf_config
@@ -55,13 +55,21 @@ LENGTHS = (4096, 16384, 65536, 262144, 393216)
 BASELINE_LENGTHS, FPDT_LENGTHS = (16384, 65536, 131072), (8192, 32768, 65536)
 """The same under other methods, simulated when asked for; FPDT's work grows with the square of its chunks."""
 PHASES = ("forward", "loss", "backward", "saved")
-SOURCES = ("block", "kernels", "layer", "live", "loss", "offload", "ring", "rotary", "schedule", "simulate", "tiled", "workspace", "zigzag")
+SOURCES = (
+    "block", "blocked", "kernels", "layer", "live", "loss", "offload", "ring", "rotary", "schedule", "simulate", "tiled", "workspace",
+    "zigzag",
+)  # fmt: skip
 _NOT_SHAPE = (
     "num_hidden_layers", "max_position_embeddings", "_name_or_path", "transformers_version", "dtype", "architectures", "rope_parameters",
     "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "initializer_range", "layer_types", "max_window_layers",
     "id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder",
     "pretraining_tp", "problem_type",
 )  # fmt: skip
+_RARE = {
+    "ring": 1, "method": "upipe", "chunk_tokens": None, "block_tokens": "none", "block_tokens_backward": "none", "gpu": None,
+    "offload_within_layer": False,
+}
+"""What `Case.key` names where it is another than this."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class Case:
         ranks: P. heads_per_stage: U, None for P. ring: R, ring ranks of P each.
         checkpointing: "none"; "model", transformers' non-reentrant one; "own", `upipe.offload`'s.
         rows: sequences of a micro-batch. method: one of `methods.NAMES`; chunk_tokens: of fpdt.
+        block_tokens, block_tokens_backward: see `blocked.Tokens`; gpu: its name, from which "auto" chooses.
         offload_within_layer: the input, too, is on the host, and counts in the forward alone.
             The others are those of `UPipeConfig`, `TilingConfig` and `MemoryConfig`.
     """
@@ -96,13 +105,16 @@ class Case:
     ring: int = 1
     method: str = "upipe"
     chunk_tokens: int | None = None
+    block_tokens: int | str = "none"
+    block_tokens_backward: int | str = "none"
+    gpu: str | None = None
     offload_within_layer: bool = False
 
     @property
     def key(self) -> str:
-        """A name for the cache: settings in words, the shape by its digest; a ring and another method where there are any."""
+        """A name for the cache: settings in words, the shape by its digest; a ring, another method and blocks where there are any."""
         values = dataclasses.asdict(self) | {"shape": digest(self.shape)}
-        for name, plain in (("ring", 1), ("method", "upipe"), ("chunk_tokens", None), ("offload_within_layer", False)):
+        for name, plain in _RARE.items():
             if values[name] == plain:
                 del values[name]
         return " ".join(f"{name}={value}" for name, value in values.items())
@@ -272,10 +284,12 @@ def _add_nothing(total, a, b) -> None:
 def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
     """Other ranks, host memory and the GPU's own operators are not there: what stands for them allocates what they do."""
     kernel = simulated_kernel(case.kernel)
-    if case.ring > 1:
+    blocks = case.block_tokens, case.block_tokens_backward
+    if case.ring > 1 or blocks != ("none", "none"):
         ring.full_of(next(k for k in kernels.KERNELS if k.name == case.kernel))
-        if case.method != "native":
-            kernel = ring.RingAttention(kernel, SimulatedRing(ring_rank, case.ring), full=kernel)
+    kernel = blocked.in_blocks(kernel, *blocks, case.gpu, case.kernel)
+    if case.ring > 1 and case.method != "native":
+        kernel = ring.RingAttention(kernel, SimulatedRing(ring_rank, case.ring))
 
     def wide(a, b):
         return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=loss.wide_dtype(a.dtype))

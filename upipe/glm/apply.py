@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _OTHERS = {
     "heads_per_stage": "model.glm.kda.heads_per_group says how many KDA heads run together",
     "kernel": "model.glm.kernel and model.glm.kda.kernel name its kernels",
+    "kernel_block_tokens": "leave it out",
+    "kernel_block_tokens_backward": "leave it out",
     "attention_output": "leave it on the device",
     "attention_output_layers": "leave it out",
     "overlap": "leave it out",

@@ -224,7 +224,7 @@ class MethodHandle(Handle):
             f"method {self.method.name} on {type(self.model).__name__}: {self._layers} attention layers, "
             f"ring {ring} x Ulysses {ulysses_degree} x data parallel {self.dp_size}",
             FORMS[self.method.name],
-            *(f"attention kernel: {name} ({case})" for case, name in self.kernels.items()),
+            *self._kernel_reports(),
             *self._other_reports(),
             *self._notes,
         ]
@@ -258,6 +258,7 @@ def apply_method(
     init_distributed()
     preflight.check_groups(config.sp_size)
     preflight.check_kernel_name(config.kernel)
+    preflight.check_kernel_blocks(config)
     check_unpatched(model)
     found = preflight.find_attention(model)
     try:

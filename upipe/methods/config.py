@@ -141,6 +141,10 @@ def check_stages(method: MethodConfig, upipe: Any) -> None:
                 f"upipe.{field}={value} with method={method.name}: only method=upipe walks heads in stages; leave it out "
                 f"(it is {plain}), or use method: upipe"
             )
+    for field in ("kernel_block_tokens", "kernel_block_tokens_backward") if method.name == "native" else ():
+        value = getattr(upipe, field)
+        if value != "none":
+            raise ValueError(f"upipe.{field}={value} with method=native: torch calls its kernels itself; leave it out or use another")
     if upipe.ring_degree != 1:
         raise ValueError(
             f"upipe.ring_degree={upipe.ring_degree} with method={method.name}: it is of method=upipe; leave it out, or use "

@@ -1,0 +1,56 @@
+"""`kernel_block_tokens: auto`: in what blocks a kernel's causal call is fastest, from a measured table.
+
+The table, `kernel_blocks.json`, is a list of rows {gpu, kernel, heads, kv_heads, head_dim, tokens, forward: {block: milliseconds},
+backward: {block: milliseconds}, commit} with the block "none" for the single call. `python -m experiments.kernel_blocks --table`
+makes it anew from that command's records. What is not in the table is a single call.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Literal
+
+TABLE = Path(__file__).with_suffix(".json")
+GAIN = 1.01
+"""How much slower than the fastest blocks the single call must be for these to be used: measured times differ by less."""
+
+
+@functools.cache
+def table() -> tuple[dict, ...]:
+    return tuple(json.loads(TABLE.read_text()))
+
+
+def measured(gpu: str | None, kernel: str, rows: tuple[dict, ...] | None = None) -> tuple[dict, ...]:
+    """The rows of a GPU and kernel."""
+    return tuple(row for row in (table() if rows is None else rows) if (row["gpu"], row["kernel"]) == (gpu, kernel))
+
+
+def choose(
+    direction: Literal["forward", "backward"], tokens: int, heads: int, kv_heads: int, head_dim: int, gpu: str | None, kernel: str,
+    rows: tuple[dict, ...] | None = None,
+) -> tuple[int | None, str]:
+    """Tokens of a block, None for the single call, and why.
+
+    Of this GPU's and kernel's rows of this head dim those with the nearest number of query heads a kv head, then of query heads;
+    of these the longest not above `tokens`: shorter sequences gain less. In it the fastest blocks, if the single call is over 1 %
+    slower.
+    """
+    known = [row for row in measured(gpu, kernel, rows) if row["head_dim"] == head_dim and row["tokens"] <= tokens]
+    if not known:
+        return None, f"nothing was measured for {kernel} up to {tokens} tokens of head dim {head_dim} on {gpu or 'CPU'}"
+
+    def apart(row: dict) -> tuple[float, float]:
+        group = row["heads"] / row["kv_heads"]
+        return abs(math.log(group * kv_heads / heads)), abs(math.log(row["heads"] / heads))
+
+    nearest = min(map(apart, known))
+    row = max((row for row in known if apart(row) == nearest), key=lambda row: row["tokens"])
+    times = row[direction]
+    where = f"{row['heads']} heads on {row['kv_heads']} at {row['tokens']} tokens"
+    best = min((ms, int(block)) for block, ms in times.items() if block != "none")
+    if times["none"] <= GAIN * best[0]:
+        return None, f"no blocks are over 1 % faster with {where}"
+    return best[1], f"{times['none'] / best[0] - 1:.1%} faster than the single call with {where}"
