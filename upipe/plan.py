@@ -768,8 +768,8 @@ def least(model: str, tokens: int, machine: Machine, words: list[str] | tuple[st
     """With LEAST, as far as the words leave it open, and as many pairs of layers as leave the most."""
     own = LEAST if _is_upipe(words) else BASELINE_CANDIDATES["no prefetch"]
     fused = _may_fuse(request(model, tokens, machine.world, words), words)
-    found = predict(request(model, tokens, machine.world, [*_left_open(own, words, fused), *words]), machine)
-    return max(with_pairs(found), key=lambda each: min(each.headroom.values()))
+    found = predict(request(model, tokens, machine.world, [*_left_open(own, words, fused), *words]), machine, only_here=True)
+    return max(with_pairs(found, only_here=True), key=lambda each: min(each.headroom.values()))
 
 
 def fit(
