@@ -370,7 +370,7 @@ class Prediction:
             ]
             rest = "more host memory or more nodes with a larger upipe.sp_size"
         else:
-            states = sum(self.device[name] for name in ("parameters", "gradients", "optimizer"))
+            states = sum(self.device.get(name, 0.0) for name in ("parameters", "gradients", "optimizer"))
             alone = states > self.machine.gpu.usable_gib    # nothing that shortens a step's own memory would do
             steps = [
                 ("train.zero_stage=3", alone and self.run.train.zero_stage < 3 and self.machine.world > 1),
