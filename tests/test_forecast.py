@@ -1,13 +1,21 @@
 """Forecasts of whole-model points: the script's own points, made before they are measured, judged by nothing made after."""
 
+import functools
 import json
 
 import pytest
 
 from experiments import accuracy, forecast, stack
-from upipe import records
+from upipe import records, simulate
 from upipe.config import ConfigError
 from upipe.plan import Machine, gpus
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Simulated at two short lengths."""
+    monkeypatch.setattr(simulate, "simulate", functools.partial(simulate.simulate, lengths=(2048, 4096)))
+
 
 TOY = {"model": "toy", "layers": 2, "tokens": 4096, "sp": 2, "kernel": "cudnn"}
 
@@ -25,7 +33,7 @@ def test_points_are_those_of_the_script():
 
 @pytest.mark.parametrize("text", ["upipe:host=1", "upipe:device,layer=fused,U=4", "ulysses", "ring", "fpdt:chunk=1K", "native",
                                   "upipe:host,offload=pageable", "upipe:device,offload=none,tiles=off"])  # fmt: skip
-def test_settings_are_planned_as_they_are_written(text):
+def test_settings_are_planned_as_they_are_written(text, quick):
     setting = stack.Setting.parse(text)
     found = forecast.predict(setting, **TOY, machine=Machine(gpus()["H200-141GB"], 2))
     assert found.run.method.name == setting.name and found.kernel == "cudnn" and found.layers == 2
@@ -36,7 +44,7 @@ def test_settings_are_planned_as_they_are_written(text):
     assert forecast.above_states(found) > 0 and (forecast.on_host(found) > 0) == (setting.offload != "none" or setting.name == "fpdt")
 
 
-def test_states_of_several_engines():
+def test_states_of_several_engines(quick):
     """As measured of 8 layers of Llama3-8B on two GPUs: 32.87 GiB where one of two engines has made a step, 43.28 where both have."""
     found = forecast.predict(stack.Setting.parse("upipe:device"), "llama3_8b", 8, 2**18, 2, "cudnn", Machine(gpus()["H200-141GB"], 2))
     assert forecast.states_of(found, 1, 1) == pytest.approx(32.868, abs=0.01)
@@ -77,8 +85,9 @@ def test_forecasts_are_records_and_leave_the_held_out_half_alone(tmp_path, monke
     assert len({r["constants"] for r in said}) == 1 and not any(r["dirty"] for r in said)
     before = [r for r in records.load(accuracy.RESULTS / "stack.jsonl") if r["method"] == "upipe" and r["date"] < said[0]["date"]]
     assert len(before) >= 5
-    newer = before[0] | {"date": "2999-01-01T00:00:00Z"}
-    assert forecast.last_before(newer, said) is not None and forecast.last_before(before[0], said) is None
+    old = next(r for r in before if r["point"] in {each["point"] for each in said})
+    newer = old | {"date": "2999-01-01T00:00:00Z"}
+    assert forecast.last_before(newer, said) is not None and forecast.last_before(old, said) is None
     for name in ("stack", "predict_points"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (said if name == "predict_points" else [newer])))
     assert forecast.main(["--judge", "--results", str(tmp_path)]) == 0

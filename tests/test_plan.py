@@ -335,8 +335,6 @@ def test_what_to_change_where_states_alone_do_not_fit():
     assert followed.fits and followed.device_gib < found.device_gib - 80
     found = predict(request("qwen3-32b", 2**15, 8, ["memory.preset=paper", "train.zero_stage=0"]), EIGHT)
     assert found.advice() == "train.zero_stage=3"
-    found = predict(request("qwen3-32b", 2**15, 8, ["memory.preset=paper"]), Machine.parse("8xA100-40GB"))
-    assert found.advice() == "memory.optimizer=cpu"
 
 
 def test_windows_and_experts_in_time(tmp_path):
@@ -344,12 +342,12 @@ def test_windows_and_experts_in_time(tmp_path):
     from transformers import MistralConfig, Qwen3MoeConfig
 
     def time(folder):
-        return predict(request(folder, 2**18, 2), Machine.parse("2xH200"), only_here=True).time
+        return predict(request(folder, 2**15, 2), Machine.parse("2xH200"), only_here=True).time
 
     wide, narrow = (
         time(saved(tmp_path / str(window), MistralConfig, sliding_window=window)) for window in (None, 2**12)
     )  # fmt: skip
-    assert narrow["attention, backward"] / wide["attention, backward"] == pytest.approx(2**12 / 2**17)
+    assert narrow["attention, backward"] / wide["attention, backward"] == pytest.approx(2**12 / 2**14)
     few, many = (
         time(saved(tmp_path / f"experts{n}", Qwen3MoeConfig, moe_intermediate_size=512, num_experts=16, num_experts_per_tok=n))
         for n in (2, 16)
@@ -361,19 +359,18 @@ def test_a_search_for_a_model_whose_layers_cannot_be_fused(tmp_path):
     from transformers import Gemma2Config
 
     folder, machine = saved(tmp_path / "gemma2", Gemma2Config, sliding_window=4096), Machine.parse("2xH200")
-    found = fit(folder, 2**17, machine, only_here=True)
+    found = fit(folder, 2**13, machine, ["upipe.sp_size=2"], only_here=True)
     assert found.fits and not found.run.memory.fused_layers and "fused" not in found.advice()
     with pytest.raises(ConfigError, match="no layer to fuse"):
-        fit(folder, 2**17, machine, ["memory.fused_layers=true"], only_here=True)
-    least = plan.least(folder, 2**17, machine)
-    assert not least.run.memory.fused_layers
+        fit(folder, 2**13, machine, ["memory.fused_layers=true"], only_here=True)
+    assert not plan.least(folder, 2**13, machine).run.memory.fused_layers
 
 
 def test_a_search_leaves_out_candidates_that_go_against_what_is_given():
     found = fit("llama3-8b", 2**16, Machine.parse("2xH200"), ["upipe.dx=bf16", "upipe.sp_size=2"], only_here=True)
     assert found.run.upipe.dx == "bf16" and not found.run.memory.fused_layers
-    with pytest.raises(ConfigError, match="heads_per_stage=5"):
-        fit("llama3-8b", 2**16, EIGHT, ["upipe.heads_per_stage=5"], only_here=True)
+    with pytest.raises(ConfigError, match="heads_per_stage=33"):
+        fit("llama3-8b", 2**16, EIGHT, ["upipe.heads_per_stage=33"], only_here=True)
 
 
 def test_the_longest_that_is_searched_is_said(capsys, monkeypatch):

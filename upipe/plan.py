@@ -403,7 +403,7 @@ class Prediction:
             ]
             rest = "more host memory or more nodes with a larger upipe.sp_size"
         else:
-            states = sum(self.device[name] for name in ("parameters", "gradients", "optimizer"))
+            states = sum(self.device.get(name, 0.0) for name in ("parameters", "gradients", "optimizer"))
             alone = states > self.machine.gpu.usable_gib    # nothing that shortens a step's own memory would do
             steps = [
                 ("train.zero_stage=3", alone and self.run.train.zero_stage < 3 and self.machine.world > 1),
@@ -838,7 +838,7 @@ def least(model: str, tokens: int, machine: Machine, words: list[str] | tuple[st
             runs.append(request(model, tokens, machine.world, [*_left_open(own, words, fused), *words]))
     if not runs:
         runs = [request(model, tokens, machine.world, words)]
-    found = [each for run in runs for each in with_pairs(predict(run, machine))]
+    found = [each for run in runs for each in with_pairs(predict(run, machine, only_here=True), only_here=True)]
     return max(found, key=lambda each: min(each.headroom.values()))
 
 
