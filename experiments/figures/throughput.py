@@ -18,12 +18,12 @@ PUBLISHED = {"llama3-8b": (8, 32, "Llama3-8B"), "qwen3-32b": (16, 64, "Qwen3-32B
 def whole_models(sources: Sources) -> list[dict[str, Any]]:
     """The last record of every point of a whole model, published models on GPUs, and of predictions of one set-up the last.
 
-    Searches for the longest length are left out.
+    Searches for the longest length are left out, and what is predicted of a measured point (`of`), which is of the planner's figure.
     """
     found: dict[Any, dict[str, Any]] = {}
     for number, record in enumerate(sources.records):
         search = "longest_tokens" in record or str(record.get("point", "")).startswith("longest")
-        if search or record.get("scope") != "model" or not record["gpus"] or model_of(record["model"]) not in PUBLISHED:
+        if search or "of" in record or record.get("scope") != "model" or not record["gpus"] or model_of(record["model"]) not in PUBLISHED:
             continue
         same = ("model", "layers", "gpus", "gpu", "method", "ring", "tokens")
         key = (stack_of(record), *(record[name] for name in same)) if stack_of(record) else number
