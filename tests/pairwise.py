@@ -3,6 +3,8 @@
 import itertools
 import random
 
+import pytest
+
 
 def pairwise(factors, seed=0, candidates=60, allowed=None):
     """Cases (dicts) that together hold every pair of values of every two factors.
@@ -46,3 +48,14 @@ def pairwise(factors, seed=0, candidates=60, allowed=None):
         missing.difference_update(covered(best))
         cases.append({name: best[name] for name in names})
     return cases
+
+
+def every_value(cases):
+    """The cases as pytest parameters: a few that together hold every value of every factor as they are, the others marked slow."""
+    missing = {item for case in cases for item in case.items()}
+    kept = []
+    while missing:
+        best = max(range(len(cases)), key=lambda i: len(missing & set(cases[i].items())))
+        kept.append(best)
+        missing -= set(cases[best].items())
+    return [case if i in kept else pytest.param(case, marks=pytest.mark.slow) for i, case in enumerate(cases)]

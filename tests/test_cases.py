@@ -30,6 +30,7 @@ def test_T11_28_query_heads_on_7_kv_heads(worlds, heads_per_stage):
     worlds(2).run(check_tiny, kind="qwen2", heads=28, kv_heads=7, sp_size=2, heads_per_stage=heads_per_stage, stage=1)
 
 
+@pytest.mark.slow
 def test_T12_40_query_heads_on_16_ranks(worlds):
     """40/16 leaves a ragged last stage: ranks of 3 and of 2 heads."""
     schedule = HeadSchedule(40, 8, 16)
@@ -39,7 +40,7 @@ def test_T12_40_query_heads_on_16_ranks(worlds):
     world.close()
 
 
-@pytest.mark.parametrize("sp, stage", [(4, 2), (8, 3)])
+@pytest.mark.parametrize("sp, stage", [(4, 2), pytest.param(8, 3, marks=pytest.mark.slow)])
 def test_T13_fewer_kv_heads_than_ranks(worlds, sp, stage):
     """2 kv heads on more ranks: their gradients are the sums over the replicas."""
     assert HeadSchedule(8, 2, sp).replicated
@@ -63,12 +64,15 @@ def test_T14_one_kv_head(worlds):
     worlds(4).run(cache_is_refused)
 
 
+@pytest.mark.slow
 def test_T15_three_heads_a_rank(worlds):
     worlds(8).run(check_tiny, kind="llama", heads=24, kv_heads=8, sp_size=8, stage=2)
 
 
-@pytest.mark.parametrize("heads, kv_heads, sp", [(7, 7, 4), (20, 20, 8), (20, 5, 8), (30, 30, 4), (20, 5, 2), (20, 5, 4),
-                                                 (5, 5, 2), (5, 5, 4)])
+@pytest.mark.parametrize("heads, kv_heads, sp", [
+    (7, 7, 4), (30, 30, 4), (20, 5, 2), (20, 5, 4), (5, 5, 2), (5, 5, 4),
+    *(pytest.param(20, kv_heads, 8, marks=pytest.mark.slow) for kv_heads in (20, 5)),
+])
 def test_T16_heads_that_do_not_divide(worlds, heads, kv_heads, sp):
     worlds(sp).run(check_tiny, kind="qwen3", heads=heads, kv_heads=kv_heads, sp_size=sp, stage=1, model={"layers": 1})
 
@@ -76,7 +80,7 @@ def test_T16_heads_that_do_not_divide(worlds, heads, kv_heads, sp):
 # sequences
 
 
-@pytest.mark.parametrize("tokens, sp, stage", [(2999, 4, 3), (8423, 8, 1)])
+@pytest.mark.parametrize("tokens, sp, stage", [(2999, 4, 3), pytest.param(8423, 8, 1, marks=pytest.mark.slow)])
 def test_T17_lengths_that_do_not_divide(worlds, tokens, sp, stage):
     """Padded inside, equal to unpadded: the plain model sees the sequence as it is."""
     ids = ids_of(1, tokens)
@@ -413,12 +417,12 @@ def adapted_samples_train_once(sp, stage):
             assert_close(f"gradient of {name}", grads[name], expected)
 
 
-@pytest.mark.parametrize("ranks, sp", [(8, 8), (4, 2)])
+@pytest.mark.parametrize("ranks, sp", [pytest.param(8, 8, marks=pytest.mark.slow), (4, 2)])
 def test_T37_a_sample_a_rank_is_refused_by_shard(worlds, ranks, sp):
     worlds(ranks).run(own_samples_are_refused, sp=sp)
 
 
-@pytest.mark.parametrize("ranks, sp, stage", [(8, 8, 3), (4, 2, 0), (4, 4, 2)])
+@pytest.mark.parametrize("ranks, sp, stage", [pytest.param(8, 8, 3, marks=pytest.mark.slow), (4, 2, 0), (4, 4, 2)])
 def test_T37_adapted_samples_train_once_each(worlds, ranks, sp, stage):
     worlds(ranks).run(adapted_samples_train_once, sp=sp, stage=stage)
 

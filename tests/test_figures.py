@@ -140,7 +140,8 @@ def test_new_records_need_no_new_code(folder, sources):
         new = [row for row in family.rows(after) if ", new, " in row.source]
         assert new, name
     rows = {name: figures.FAMILIES[name].rows(after) for name in wanted}
-    assert [r.outcome for r in values.pick(rows["table3-2gpu"], method="fpdt")] == ["oom", "oom"]
+    fpdt = values.pick(rows["table3-2gpu"], method="fpdt")
+    assert [r.outcome for r in fpdt if ", new, " in r.source] == ["oom", "oom"]
     assert {r.outcome for r in values.pick(rows["table3"], mark="measured")} == {"ok", "oom"}
     found = values.pick(rows["multinode"], mark="predicted", metric="throughput over Ulysses")
     assert [(r.value, r.setting) for r in found if ", new, " in r.source] == [(1.0, "8u2r, paper's set-up")] * 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import upipe
 from tests import training
-from tests.pairwise import pairwise
+from tests.pairwise import every_value, pairwise
 from tests.plain import SEQUENCES, assert_close, batch_of, data_of, plain_step, tiny_model
 from tests.sharded import OWN_CHECKPOINTING, assert_equal_to_plain, sharded
 from tests.test_exactness_grid import stage_width
@@ -63,7 +63,7 @@ def check(case):
         assert {schedule.ranks for schedule in handle._sharding.schedules.values()} == {ulysses}
 
 
-@pytest.mark.parametrize("case", pairwise(FACTORS), ids=name_of)
+@pytest.mark.parametrize("case", every_value(pairwise(FACTORS)), ids=name_of)
 def test_hybrid_grid(worlds, case):
     worlds(4).run(check, case=case)
 

@@ -70,6 +70,6 @@ def test_the_command(monkeypatch, capsys):
         raise ConfigError("--strict: does not fit")
 
     monkeypatch.setattr(plan_check, "before_training", told)
-    assert main(["train", "configs/demo.yaml", "--strict"]) == 2 and asked == [True]
+    assert main(["train", "configs/demo.yaml", "upipe.sp_size=1", "--strict"]) == 2 and asked == [True]
     assert "does not fit" in capsys.readouterr().err
     assert main(["train", "configs/demo.yaml", "--no-plan", "upipe.sp_size=3", "--dry-run"]) == 2 and asked == [True]

@@ -19,7 +19,7 @@ def _losses(run_dir) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in records}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))])
 def test_T39_resume_at_an_epoch_boundary_and_inside_epoch_2(worlds, tmp_path, stage):
     """An epoch is 5 steps of 2 micro-batches: resumed after 5 (the boundary) and 7 steps (inside the second epoch)."""
     world = worlds(2)
@@ -56,6 +56,7 @@ def test_T39_in_other_settings(worlds, tmp_path, changes):
     assert [r.get("eval_loss") for r in read_metrics(tmp_path / "again")] == [r.get("eval_loss") for r in records]
 
 
+@pytest.mark.slow
 def test_T39_with_data_parallel_ranks_and_packed_documents(worlds, tmp_path):
     texts = [tmp_path / f"{i}.txt" for i in range(30)]
     for i, text in enumerate(texts):

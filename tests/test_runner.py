@@ -65,6 +65,7 @@ def check_toy(made):
         assert r["loss"] == r["losses"][-1] == pytest.approx(math.log(256), abs=0.1)
 
 
+@pytest.mark.slow
 def test_toy_point_end_to_end(tmp_path, capsys):
     experiment = yaml.safe_load(points.find("toy-cpu")[0].read_text())
     experiment["grid"] = {"upipe.heads_per_stage": [4], "tokens": ["1K"]}
@@ -110,6 +111,7 @@ def test_refused_failed_and_killed(tmp_path):
     assert processes_naming(str(tmp_path)) == []
 
 
+@pytest.mark.slow
 def test_timeout_ends_every_process(tmp_path):
     path = write(tmp_path, points=[{"ending": "hang", "processes": 2}])
     assert run.main(arguments(path, tmp_path, "--timeout", "4")) == 1

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from experiments import train_point
 from tests import training
-from tests.pairwise import pairwise
+from tests.pairwise import every_value, pairwise
 from tests.plain import SEQUENCES, assert_close, data_of, plain_step, relative_error, shifted, tiny_model
 from tests.sharded import ds_config, gradients
 from upipe import PreflightError, UPipeConfig, memory
@@ -144,7 +144,7 @@ def check(case):
 CASES = pairwise(FACTORS)
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", every_value(CASES), ids=name_of)
 def test_stack_grid(worlds, case):
     worlds(4).run(check, case=case)
 
@@ -423,7 +423,9 @@ def losses_of(optimizer, zero_stage, dtype):
     return losses
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(("stage", "dtype"), [
+    (3, "bf16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "fp32"), (2, "bf16"), (3, "fp32"))),
+])
 def test_an_optimizer_on_the_host_takes_the_same_steps(worlds, stage, dtype):
     found = [worlds(2).run(losses_of, optimizer=o, zero_stage=stage, dtype=dtype)[0] for o in ("device", "cpu")]
     assert found[0] == pytest.approx(found[1], rel=1e-6 if dtype == "fp32" else 2e-3)
@@ -484,10 +486,10 @@ def test_trainer_runs_with_every_preset(worlds, tmp_path):
 
 
 @pytest.mark.parametrize(("preset", "changes"), [
-    ("lowest_memory", {"train__zero_stage": 3, "train__micro_batch_size": 2}),
+    pytest.param("lowest_memory", {"train__zero_stage": 3, "train__micro_batch_size": 2}, marks=pytest.mark.slow),
     ("lowest_memory", {"train__zero_stage": 3, "memory__fused_layers": True}),
     ("paper", {"train__zero_stage": 2, "train__z_loss": 1e-3, "train__label_smoothing": 0.1}),
-    ("fastest", {"train__zero_stage": 1, "train__dtype": "bf16"}),
+    pytest.param("fastest", {"train__zero_stage": 1, "train__dtype": "bf16"}, marks=pytest.mark.slow),
     ("paper", {"train__zero_stage": 3, "train__dtype": "bf16", "model__zero_init": "always", "memory__optimizer": "cpu"}),
 ])
 def test_the_self_check_passes_with_the_whole_stack_on(worlds, tmp_path, preset, changes):

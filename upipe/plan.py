@@ -867,7 +867,7 @@ def ring_degrees(sp_size: int, per_node: int) -> list[int]:
     return [1, next(n for n in range(2, sp_size + 1) if sp_size % n == 0 and per_node % (sp_size // n) == 0)]
 
 
-def _candidates(model: str, tokens: int, machine: Machine, words, only_here: bool):
+def _candidates(model: str, tokens: int, machine: Machine, words, only_here: bool = False):
     given = {word.partition("=")[0] for word in words}
     plain = request(model, tokens, machine.world, words)
     asked, fused = plain.upipe, _may_fuse(plain, words)
