@@ -89,7 +89,8 @@ def test_settings_are_written_as_they_are_read():
 
 
 def test_a_setting_s_blocks_are_those_of_its_kernel():
-    engine = SimpleNamespace(kernel=named_kernel("reference"), device=torch.device("cpu"), _blocked={})
+    groups = SimpleNamespace(ring_size=1)
+    engine = SimpleNamespace(kernel=named_kernel("reference"), device=torch.device("cpu"), groups=groups, _blocked={}, _on_ring={})
     whole, cut = Setting.parse("upipe"), Setting.parse("upipe:blocks=32,blocks_backward=16")
     assert Engine.kernel_of(engine, whole) is engine.kernel
     assert str(Engine.kernel_of(engine, cut)) == "reference, forward in blocks of 32, backward in blocks of 16"
