@@ -375,6 +375,14 @@ def test_a_search_leaves_out_candidates_that_go_against_what_is_given():
         fit("llama3-8b", 2**16, EIGHT, ["upipe.heads_per_stage=33"], only_here=True)
 
 
+def test_fewer_ranks_are_not_tried_where_more_do_not_fit(monkeypatch):
+    """They hold more each; Qwen3-32B on two nodes would be simulated on 4, 2 and 1 ranks for nothing."""
+    tried, whole = [], plan.predict
+    monkeypatch.setattr(plan, "predict", lambda run, *args, **options: tried.append(run.upipe.sp_size) or whole(run, *args, **options))
+    assert fit("llama3-8b", 16 * 2**20, EIGHT) is None
+    assert set(tried) == {8}
+
+
 def test_the_longest_that_is_searched_is_said(capsys, monkeypatch):
     monkeypatch.setattr(plan, "LONGEST", 2**18)
     status, out, _ = command(capsys, "--model", "llama3-8b", "--gpus", "8xH100-80GB", "--max-tokens", *FUSED)

@@ -878,7 +878,7 @@ def _candidates(model: str, tokens: int, machine: Machine, words, only_here: boo
     candidates = CANDIDATES if _is_upipe(words) else BASELINE_CANDIDATES
     names, some, refused = list(candidates), False, None
     for sp in widths:
-        fitted = []
+        fitted, tried = [], False
         rings = ring_degrees(sp, machine.per_node) if rings_open and sp > 0 else [asked.ring_degree]
         for ring, name in itertools.product(rings, names):
             own = [*_left_open(candidates[name], words, fused), f"upipe.sp_size={sp}"] + [f"upipe.ring_degree={ring}"] * rings_open
@@ -888,14 +888,14 @@ def _candidates(model: str, tokens: int, machine: Machine, words, only_here: boo
                 # A candidate that goes against what is given, or more ranks than this model's heads take.
                 refused = refused or error
                 continue
-            some = True
+            some = tried = True
             found = with_pairs(prediction, only_here) if not given & {"memory.store_every", "memory.pairs"} else [prediction]
             if any(each.fits for each in found) and name not in fitted:
                 fitted.append(name)
             yield from found
-        if not fitted and len(names) < len(candidates):
-            return
         # What does not fit on some ranks does not fit on fewer.
+        if tried and not fitted:
+            return
         names = fitted or names
     if not some:
         raise refused
@@ -907,7 +907,8 @@ def max_tokens(model: str, machine: Machine, words=(), *, fitting: bool = False)
 
     def at(n: int) -> Prediction | None:
         if fitting:
-            return fit(model, n * GRAIN, machine, words)
+            # The first that fits; which is the fastest is asked at the end.
+            return next((found for found in _candidates(model, n * GRAIN, machine, words, False) if found.fits), None)
         found = predict(request(model, n * GRAIN, machine.world, words), machine)
         return found if found.fits else None
 
@@ -919,7 +920,7 @@ def max_tokens(model: str, machine: Machine, words=(), *, fitting: bool = False)
             high = middle
         else:
             low, best = middle, found
-    return best
+    return fit(model, best.tokens, machine, words) if fitting and best is not None else best
 
 
 def save_config(prediction: Prediction, path: str | Path) -> None:
