@@ -99,7 +99,8 @@ def steps(kind="llama", sp=2, zero=3, accumulation=1, sequence="odd", offload="p
     # Bytes, as the planner has them. Every layer's input is sent once: stored, or made again for the second of a pair.
     model = tiny_model(kind, 8, 2, layers=LAYERS)
     width, head_dim = model.config.hidden_size, model.model.layers[0].self_attn.head_dim
-    rows = report.bytes_to_host // (LAYERS * accumulation * width * 4)
+    # Of all micro-batches, whose lengths differ.
+    rows = report.bytes_to_host // (LAYERS * width * 4)
     expected = [
         moved_bytes(
             HeadSchedule(8, 2, sp // ring), rows, width, head_dim, 4, norm=kind == "qwen3",
@@ -108,7 +109,8 @@ def steps(kind="llama", sp=2, zero=3, accumulation=1, sequence="odd", offload="p
         for i in range(LAYERS)
     ]  # fmt: skip
     for name in ("to_host", "to_device"):
-        assert numbers[f"within_layers_{name}_gib"] * GIB == accumulation * sum(getattr(moved, name) for moved in expected), name
+        moved = numbers[f"within_layers_{name}_gib"] * GIB, sum(getattr(each, name) for each in expected)
+        assert moved[0] == moved[1], (name, moved, rows)
 
 
 STEPS = {
