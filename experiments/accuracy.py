@@ -28,20 +28,17 @@ from pathlib import Path
 from typing import Any
 
 from experiments import forecast, points
-from experiments.forecast import BOUNDS, STATES
+from experiments.forecast import BOUNDS, RESULTS, STATES
 from experiments.live import block_peak
 from experiments.predict import record_of
 from experiments.runs import command_line, exit_status, made_by
 from experiments.stack_methods import Setting
 from upipe import plan, records
 from upipe.config import ConfigError, from_mapping
-from upipe.methods import config as methods
 from upipe.plan import GIB, Machine, Prediction, rates
 from upipe.presets import preset_shapes
 from upipe.records import Record, format_tokens
 from upipe.trainer import RunConfig
-
-RESULTS = points.ROOT / "experiments" / "results"
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,7 @@ class Point:
 
     def off(self, quantity: str) -> float | None:
         """Predicted over measured, less one."""
-        a, b = self.predicted.get(quantity), self.measured.get(quantity)
-        return None if a is None or not b else a / b - 1
+        return forecast.off(self.predicted.get(quantity), self.measured.get(quantity))
 
     @property
     def misses(self) -> list[str]:
@@ -139,13 +135,8 @@ def block_points() -> list[Point]:
 
 def stack_prediction(record: dict[str, Any]) -> Prediction:
     """A setting of `experiments.stack` as the planner has it. Raises ConfigError for what it does not know."""
-    preset, method = record["model"].replace("_", "-"), record["method"]
-    if preset not in preset_shapes():
+    if record["model"].replace("_", "-") not in preset_shapes():
         raise ConfigError(f"model {record['model']}: no preset of the planner")
-    if method not in methods.NAMES:
-        raise ConfigError(f"method {method}: unknown to the planner")
-    if "loss=hf" in record["setting"]:
-        raise ConfigError("loss=hf: a loss that the planner does not know")
     sp = record["sp"] * (record["ring"] or 1)
     setting = Setting.parse(record["setting"])
     return forecast.predict(setting, record["model"], record["layers"], record["tokens"], sp, record["kernel"], machine_of(record))
@@ -161,11 +152,10 @@ def machine_of(record: dict[str, Any]) -> Machine:
 def stack_point(record: dict[str, Any], prediction: Prediction) -> Point:
     """A point of `experiments.stack` beside what is predicted of it."""
     # Two engines' states are in what it began with; buckets are made with an engine.
-    above, on_host = forecast.above_states(prediction), forecast.on_host(prediction)
     name = f"{record['layers']} layers, {record['setting']}, {record['kernel']}, {format_tokens(record['tokens'])}"
     return Point(
         name, False, {"peak": record["peak_above_states_gib"], "host": record["host_pinned_gib"], "time": record["time_s"]},
-        {"peak": above, "host": on_host, "time": prediction.time_s},
+        {"peak": forecast.above_states(prediction), "host": prediction.step_host_gib, "time": prediction.time_s},
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from experiments.stack_methods import METHODS, MODELS, Setting
 from upipe import plan, records
 from upipe.build import ModelConfig, hf_config
 from upipe.config import ConfigError, from_mapping
+from upipe.methods import config as methods
 from upipe.plan import Machine, Prediction
 from upipe.records import Record, format_tokens
 from upipe.trainer import RunConfig
@@ -54,20 +55,18 @@ def predict(
     Args:
         model, layers, tokens, sp, kernel: options of that command. kept: use plan_layers.json.
     """
-    if setting.name in ("alst", "plain") or setting.rope != "ours" or (setting.loss != "sum" and not setting.tiled_loss):
+    if METHODS[setting.name] not in methods.NAMES:
+        raise ConfigError(f"method {setting.name}: unknown to the planner")
+    if setting.name == "plain" or setting.rope != "ours" or (setting.loss != "sum" and not setting.tiled_loss):
         raise ConfigError(f"setting {str(setting)!r} is not one that the planner knows")
     tiles, method = setting.tiling, {"name": setting.name}
     if setting.method is not None:
         method = {key: value for key, value in dataclasses.asdict(setting.method).items() if value is not None}
-    ours: dict[str, Any] = {"sp_size": sp, "kernel": kernel}
-    if setting.name == "upipe":
-        config = setting.config(sp, hf_config_of(model, layers).num_attention_heads, kernel)
-        ours |= {name: getattr(config, name) for name in ("heads_per_stage", "attention_output", "overlap", "dx")}
-        if config.attention_output_layers is not None:
-            ours["attention_output_layers"] = config.attention_output_layers
+    config = setting.config(sp, hf_config_of(model, layers).num_attention_heads, kernel)
     memory: dict[str, Any] = {
         "mlp_tokens": tiles and tiles.mlp_tokens, "norm_tokens": tiles and tiles.norm_tokens, "loss_tokens": tiles and tiles.loss_tokens,
         "offload": setting.offload, "fused_layers": setting.fused, "prefetch": setting.prefetch,
+        "offload_within_layer": setting.within,
     }  # fmt: skip
     if setting.keep is not None:
         memory["keep_layers_on_gpu"] = setting.keep
@@ -75,7 +74,8 @@ def predict(
         memory |= {"store_every": 2, "pairs": setting.pairs}
     run = from_mapping(RunConfig, {
         "model": MODELS[model] | {"layers": layers, "checkpointing": "non-reentrant" if setting.checkpoint else "none"},
-        "train": {"dtype": "bf16", "gradient_dtype": "bf16", "zero_stage": 3}, "method": method, "upipe": ours, "memory": memory,
+        "train": {"dtype": "bf16", "gradient_dtype": "bf16", "zero_stage": 3}, "method": method,
+        "upipe": dataclasses.asdict(config), "memory": memory,
         "data": {"path": str(points.ROOT / "configs" / "books" / "persuasion.txt"), "tokens": tokens},
     })  # fmt: skip
     return plan.predict(run, machine, kept=kept)
@@ -88,11 +88,6 @@ def hf_config_of(model: str, layers: int) -> Any:
 def above_states(found: Prediction) -> float:
     """GiB of the peak that a step adds, without margin."""
     return found.device_gib - found.device["margin"] - sum(found.device[name] for name in STATES)
-
-
-def on_host(found: Prediction) -> float:
-    """GiB that a node's ranks keep on the host."""
-    return sum(found.host[name] for name in ("layer inputs", "attention outputs", "attention chunks"))
 
 
 def states_of(found: Prediction, stepped: int, fresh: int) -> float:
@@ -146,7 +141,7 @@ def forecasts(part: str, made_with: dict[str, Any]) -> list[Record]:
 
 def record_of(found: Prediction, setting: Setting, options: argparse.Namespace, sp: int, stepped: int, fresh: int) -> Record:
     """A forecast, without what says where it was made."""
-    above, states, held = above_states(found), states_of(found, stepped, fresh), on_host(found)
+    above, states, held = above_states(found), states_of(found, stepped, fresh), found.step_host_gib
     others = states - sum(found.device[name] for name in STATES)
     pageable = found.host["layer inputs"] if setting.offload == "pageable" else 0.0
     outcome = "ok"
@@ -173,6 +168,11 @@ def record_of(found: Prediction, setting: Setting, options: argparse.Namespace, 
     )  # fmt: skip
 
 
+def off(predicted: float | None, measured: float | None) -> float | None:
+    """Predicted over measured, less one; None where one is not there."""
+    return None if predicted is None or not measured else predicted / measured - 1
+
+
 def constants() -> str:
     """A digest of plan_rates.json."""
     return hashlib.sha256((points.ROOT / "upipe" / "plan_rates.json").read_bytes()).hexdigest()[:12]
@@ -191,8 +191,7 @@ class Judged:
     predicted: dict[str, float | None]
 
     def off(self, quantity: str) -> float | None:
-        a, b = self.predicted[quantity], self.measured[quantity]
-        return None if a is None or not b else a / b - 1
+        return off(self.predicted[quantity], self.measured[quantity])
 
     @property
     def misses(self) -> list[str]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import secrets
 import statistics
 import sys
 import time
@@ -33,10 +32,10 @@ from typing import Any
 import torch
 
 from experiments.block import Clock, synchronize
-from experiments.runs import command_line, exit_status, last_run, made_by
+from experiments.runs import command_line, exit_status, last_run, new_run_id
 from upipe import blocked, kernel_blocks, kernels, records
 from upipe.config import ConfigError
-from upipe.environment import code
+from upipe.environment import code, environment
 from upipe.preflight import check_kernel
 from upipe.records import Record, format_tokens, parse_tokens
 
@@ -107,7 +106,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 class Bench:
-    """One process, one device. made_with: what `made_by` gave. done: the records."""
+    """One process, one device. made_with: fields of `environment`, and `run_id`. done: the records."""
 
     def __init__(self, options: argparse.Namespace, device: torch.device, made_with: dict[str, Any]) -> None:
         self.options, self.device, self.made_with = options, device, made_with
@@ -311,7 +310,7 @@ def run(options: argparse.Namespace, command: str) -> list[dict[str, Any]]:
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     if cuda:
         torch.zeros(1, device=device)  # a GPU is asked for its name where it is in use
-    bench = Bench(options, device, made_by(command, options.commit, secrets.token_hex(3), gpus=int(cuda)))
+    bench = Bench(options, device, environment(command, options.commit, gpus=int(cuda)) | {"run_id": new_run_id()})
     for name in options.kernels:
         bench.kernel(name, min(options.blocks))
     left_out = bench.run()

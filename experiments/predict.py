@@ -38,7 +38,7 @@ def record_of(prediction: Prediction, point: str, made_with: dict[str, Any], **e
     (ring, ulysses), ours = plan.degrees(run), run.method.name == "upipe"
     fits, left = prediction.fits, prediction.headroom
     states = sum(prediction.device.get(name, 0.0) for name in ("parameters", "gradients", "optimizer"))
-    on_host = sum(prediction.host[name] for name in ("layer inputs", "attention outputs", "working tensors", "attention chunks"))
+    on_host = prediction.step_host_gib
     pageable = run.memory.offload == "pageable"
     return Record(
         experiment="predict", provenance="predicted", method=run.method.name, model=run.model.preset, layers=prediction.layers,

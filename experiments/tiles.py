@@ -37,10 +37,10 @@ from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from experiments.block import Clock, synchronize
-from experiments.runs import command_line, exit_status, last_run
+from experiments.runs import command_line, exit_status, last_run, made_by
 from upipe import loss, records, tiled
 from upipe.config import ConfigError
-from upipe.environment import code, environment
+from upipe.environment import code
 from upipe.live import LiveStorages
 from upipe.presets import preset_shapes
 from upipe.records import Record, format_tokens, parse_tokens, unit_gib
@@ -133,7 +133,6 @@ class Bench:
     def __init__(self, options: argparse.Namespace, parts: Parts, made_with: dict[str, Any]) -> None:
         self.options, self.parts, self.made_with = options, parts, made_with
         self.cuda = parts.device.type == "cuda"
-        self.run_id = made_with["date"].replace("-", "").replace(":", "") + "-tiles"
         self.done: list[dict[str, Any]] = []
 
     def run(self) -> None:
@@ -215,7 +214,7 @@ class Bench:
     def keep(self, way: Way, values: dict[str, Any]) -> None:
         parts, options = self.parts, self.options
         record = Record(
-            run_id=self.run_id, experiment="tiles", method="none", model=options.model, layers=1, tokens=parts.tokens, sp=1, ring=1, dp=1,
+            experiment="tiles", method="none", model=options.model, layers=1, tokens=parts.tokens, sp=1, ring=1, dp=1,
             tile_tokens=way.tile, dtype=options.dtype, outcome=values.get("outcome", "ok"), reason=values.get("reason"),
             extra={
                 "point": f"{way.part}-{way.implementation}-{format_tokens(way.tile) if way.tile else 'none'}", "part": way.part,
@@ -317,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
             return show(options)
         settle(options)
         cuda = torch.cuda.is_available()
-        made_with = environment(command_line("experiments.tiles", arguments), options.commit, gpus=int(cuda))
+        made_with = made_by(command_line("experiments.tiles", arguments), options.commit, "tiles", gpus=int(cuda))
         device = torch.device("cuda" if cuda else "cpu")
         Bench(options, Parts(options.model, options.tokens, getattr(torch, options.dtype), device), made_with).run()
         return 0

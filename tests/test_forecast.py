@@ -41,7 +41,17 @@ def test_settings_are_planned_as_they_are_written(text, quick):
     assert found.sent_layers == (setting.offload != "none")
     assert found.attention_layers == (1 if text == "upipe:host=1" else 2 if setting.host_layers is None else 0)
     assert (found.run.upipe.heads_per_stage == 4) == ("U=4" in text)
-    assert forecast.above_states(found) > 0 and (forecast.on_host(found) > 0) == (setting.offload != "none" or setting.name == "fpdt")
+    assert forecast.above_states(found) > 0 and (found.step_host_gib > 0) == (setting.offload != "none" or setting.name == "fpdt")
+
+
+def test_no_item_of_a_setting_is_lost(quick):
+    """A ring, blocks of attention calls and working tensors on the host are planned too."""
+    machine = Machine(gpus()["H200-141GB"], 2)
+    found = forecast.predict(stack.Setting.parse("upipe:device,ring=2,blocks=1K,blocks_backward=512"), **TOY, machine=machine).run.upipe
+    assert (found.ring_degree, found.kernel_block_tokens, found.kernel_block_tokens_backward) == (2, 1024, 512)
+    assert forecast.predict(stack.Setting.parse("ring:blocks=1K"), **TOY, machine=machine).run.upipe.kernel_block_tokens == 1024
+    within = forecast.predict(stack.Setting.parse("upipe:device,layer=fused,prefetch=off,within=on"), **TOY, machine=machine)
+    assert within.run.memory.offload_within_layer and within.step_host_gib > within.host["layer inputs"] > 0
 
 
 def test_states_of_several_engines(quick):

@@ -10,6 +10,7 @@ unsharded model.
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -20,12 +21,13 @@ from tests.pairwise import pairwise
 from tests.plain import SEQUENCES, data_of, plain_step, shifted, tiny_model
 from tests.sharded import assert_equal_to_plain, sharded
 from upipe import config, host, reference
+from upipe.kernels import Case
 from upipe.layer import apply_fused_layers
 from upipe.methods import NAMES, MethodConfig, apply_method, native
-from upipe.methods.apply import check_native_data
+from upipe.methods.apply import MethodSharding, check_native_data
 from upipe.methods.core import Heads
 from upipe.methods.layouts import Chunked, Zigzag, chunk_home, chunk_visible
-from upipe.preflight import PreflightError
+from upipe.preflight import PreflightError, check_kernel
 from upipe.traffic import Traffic
 from upipe.trainer import RunConfig
 
@@ -371,7 +373,7 @@ class PlainNative(native.Native):
     """torch's place taken by the definition, over gloo; spoil is applied to the gradient that comes in."""
 
     def __init__(self, spoil):
-        super().__init__(dist.group.WORLD, list(range(dist.get_world_size())), "cpu")
+        super().__init__(list(range(dist.get_world_size())), "cpu")
         self.spoil = spoil
 
     def attend(self, q, k, v, kernel, scale):
@@ -398,6 +400,20 @@ def test_native_is_refused_where_torch_s_gradients_are_wrong(worlds, spoil):
             assert message is None
         else:
             assert "dq 0.5," in message and "kernel=cudnn" in message and "method=ring" in message
+
+
+def test_what_native_refused_stays_refused(monkeypatch):
+    """Also where a refused call has left its kernel among those chosen."""
+    monkeypatch.setitem(native.BACKENDS, "reference", None)
+    case = Case.of(torch.empty(0), 16)
+    sharding = object.__new__(MethodSharding)
+    sharding.config, sharding.kernels = upipe.UPipeConfig(sp_size=2, kernel="reference"), {case: check_kernel("reference", case)}
+    sharding._native = mock.create_autospec(native.Native, instance=True)
+    assert sharding.kernel(case) is sharding.kernels[case]
+    sharding._native.refuse_if_wrong.side_effect = PreflightError("wrong here")
+    for _ in range(2):
+        with pytest.raises(PreflightError, match="wrong here"):
+            sharding.kernel(case)
 
 
 # GPUs

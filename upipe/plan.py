@@ -45,7 +45,6 @@ from upipe.apply import host_layers
 from upipe.build import ModelConfig, hf_config, is_glm, model_sizes
 from upipe.config import ConfigError, load, to_mapping
 from upipe.glm.config import preset_shapes as glm_shapes
-from upipe.layer import moved_bytes
 from upipe.memory import make_plan, system_bytes
 from upipe.methods import config as methods
 from upipe.methods.layouts import Zigzag
@@ -264,8 +263,8 @@ def cases_of(run: RunConfig, shape: str, kernel: str, width: int | None, gpu: st
     host = Case(
         shape, ranks, kernel, None if width == ranks else width, upipe.attention_output, upipe.overlap, upipe.dx,
         memory.mlp_tokens, memory.norm_tokens, memory.loss_tokens, memory.fp32_grads, memory.reuse_grad, memory.fused_layers,
-            checkpointing, run.train.micro_batch_size, run.train.dtype, upipe.ring_degree, "upipe", None, *blocks,
-            offload_within_layer=memory.offload_within_layer,
+        checkpointing, run.train.micro_batch_size, run.train.dtype, upipe.ring_degree, "upipe", None, *blocks,
+        offload_within_layer=memory.offload_within_layer,
     )  # fmt: skip
     if memory.fused_layers:
         # The same to the byte: what is fetched goes where it would be made again, by fewer buffers.
@@ -339,6 +338,11 @@ class Prediction:
     @property
     def tokens(self) -> int:
         return self.run.data.tokens
+
+    @property
+    def step_host_gib(self) -> float:
+        """What a step itself holds on a node's host: no optimizer, staging or system."""
+        return sum(self.host[name] for name in ("layer inputs", "attention outputs", "working tensors", "attention chunks"))
 
     @property
     def device_gib(self) -> float:
@@ -716,7 +720,7 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     if memory.offload_within_layer:
         norm = models.of_model_type(text.model_type).norm_width is not None
         moved = [
-            moved_bytes(schedule, rows, D, d, itemsize, norm=norm, on_host=i in on_host, first_of_pair=i in firsts)
+            layer.moved_bytes(schedule, rows, D, d, itemsize, norm=norm, on_host=i in on_host, first_of_pair=i in firsts)
             for i in range(layers)
         ]
         out, back = _offload_rates(machine, plan)

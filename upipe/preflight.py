@@ -194,7 +194,7 @@ def check_hooks(name: str, module: nn.Module, parts: Iterable[str]) -> None:
         if hooks:
             raise PreflightError(
                 f"{name}.{part} has {', '.join(h.strip('_').replace('_', ' ') for h in hooks)}: its weight is used without calling it, so "
-                "they would not run. Remove them, or put them on the whole {type(module).__name__}"
+                f"they would not run. Remove them, or put them on the whole {type(module).__name__}"
             )
 
 

@@ -47,7 +47,7 @@ class MethodSharding(Sharding):
         self._native: native.Native | None = None
         if method.name == "native" and config.sp_size > 1:
             ranks = dist.get_process_group_ranks(groups.sp_group)
-            self._native = native.Native(groups.sp_group, ranks, "cuda")
+            self._native = native.Native(ranks, "cuda")
 
     def local_positions(self, length: int, device) -> torch.Tensor:
         """[1, L] positions of this rank's tokens."""
@@ -73,9 +73,9 @@ class MethodSharding(Sharding):
         return result
 
     def kernel(self, case: Case) -> Kernel:
-        if self._native is None or case in self.kernels:
+        if self._native is None:
             return super().kernel(case)
-        if self.config.kernel == "auto":
+        if self.config.kernel == "auto" and case not in self.kernels:
             willing = [k for k in kernels.KERNELS if k.name in native.BACKENDS and k.declines(case) is None]
             if not willing:
                 preflight.check_kernel(next(iter(native.BACKENDS)), case)

@@ -44,18 +44,17 @@ def check_kernel(name: str) -> None:
 
 
 class Native:
-    """context_parallel over a process group, which has to have two ranks or more.
+    """context_parallel over two ranks or more. Collective over the world where these ranks are new.
 
     Args:
-        group: of these ranks, for the probe.
-        ranks: world ranks of the group in order.
+        ranks: of the world, in order.
     """
 
-    def __init__(self, group, ranks: list[int], device_type: str) -> None:
+    def __init__(self, ranks: list[int], device_type: str) -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
-        self.group, self.ranks, self.device_type = group, tuple(ranks), device_type
-        self.mesh = DeviceMesh.from_group(_kept_group(self.ranks), device_type, mesh=torch.tensor(ranks))
+        self.group, self.device_type = _kept_group(tuple(ranks)), device_type
+        self.mesh = DeviceMesh.from_group(self.group, device_type, mesh=torch.tensor(ranks))
         self._errors: dict[tuple, dict[str, float]] = {}
 
     @contextmanager
@@ -77,7 +76,7 @@ class Native:
         """The largest relative error over ranks of out, dq, dk and dv of a small attention with GQA, against fp32. Collective."""
         key = kernel, head_dim, dtype
         if key not in self._errors:
-            size, rank = len(self.ranks), dist.get_rank(self.group)
+            size, rank = self.mesh.size(), dist.get_rank(self.group)
             length, maker = PROBE * size, torch.Generator().manual_seed(0)
             pieces = Zigzag(size).pieces(length, rank)
             mine = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])

@@ -145,7 +145,7 @@ def without_other_ranks(kernel, pool: Pool, groups, merge, ring_rank: int):
     patches = [
         mock.patch.multiple(apply, init_distributed=lambda: None, SequenceParallelGroups=groups, dist=_DIST, node_ranks=lambda: None),
         mock.patch.object(native, "check_device", lambda device: None),
-        mock.patch.object(native, "Native", lambda group, ranks, device: SimulatedNative(kernel, ring_rank, len(ranks))),
+        mock.patch.object(native, "Native", lambda ranks, device: SimulatedNative(kernel, ring_rank, len(ranks))),
         mock.patch.object(heads, "all_to_all", _received),
         mock.patch.object(fpdt, "merge_", merge),
         mock.patch.object(shelf, "host", SimpleNamespace(pool=lambda: pool)),
