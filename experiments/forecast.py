@@ -38,9 +38,9 @@ from upipe.trainer import RunConfig
 
 RESULTS = points.ROOT / "experiments" / "results"
 SCRIPT = points.ROOT / "experiments" / "stack-2gpu.sh"
-PARTS = ("methods", "methods512K", "whole", "qwen", "1M", "offload", "alst", "one")
-HOST_GIB = 251.77
-"""Of the machine with two H200s that the points are measured on, as records of it say."""
+PARTS = ("methods", "methods512K", "whole", "qwen", "512K", "1M", "offload", "within", "alst", "one", "one-offload")
+HOST_GIB = 251.77 / 2
+"""A GPU, of the machine with two H200s that the points are measured on, as records of it say; the one with one H200 has half of it."""
 STATES = ("parameters", "gradients", "optimizer", "buckets")
 """Components that a step begins with."""
 BOUNDS = {"peak": 0.05, "host": 0.03, "time": 0.15, "states": 0.01}
@@ -118,7 +118,7 @@ def forecasts(part: str, made_with: dict[str, Any]) -> list[Record]:
     options.commit = made_with["commit"]
     options.profile = False     # is refused without a GPU, and changes no point
     stack.settle(options)
-    sp, machine = options.sp or int(ranks), Machine.parse(f"{ranks}xH200", host_gib=HOST_GIB)
+    sp, machine = options.sp or int(ranks), Machine.parse(f"{ranks}xH200", host_gib=HOST_GIB * int(ranks))
     settings = [Setting.parse(text) for text in options.settings]
     engines = list(dict.fromkeys(setting.engine for setting in settings))
     made = []
@@ -132,9 +132,11 @@ def forecasts(part: str, made_with: dict[str, Any]) -> list[Record]:
             # Engines in front of this one in the order of the settings have made a step; at further lengths, all of them.
             stepped = 1 if options.apart else engines.index(setting.engine) + 1 if index == 0 else len(engines)
             fresh = 0 if options.apart else len(engines) - stepped
+            if options.optimizer == "none":     # whose engines stay as Adam's are before their first step
+                stepped, fresh = 0, stepped + fresh
             made.append(record_of(found, setting, options, sp, stepped, fresh).updated(made_with | {
                 "experiment": "predict_points", "of": "stack", "part": part, "constants": constants(), "gpu": found.machine.gpu.name,
-                "gpus": found.machine.world, "host_gib": HOST_GIB,
+                "gpus": found.machine.world, "host_gib": found.machine.host_gib,
             }))  # fmt: skip
     return made
 

@@ -426,7 +426,8 @@ SCRIPTS = {
     "block-2gpu.sh": ["exact", "256K", "512K", "widths", "others"],
     "eight-gpu.sh": ["full", "methods", "long", "planner"],
     "stack-2gpu.sh": [
-        "alst", "whole", "qwen", "offload", "within", "ladder", "methods", "methods512K", "512K", "1M", "gradients", "one", "trl",
+        "alst", "whole", "qwen", "offload", "within", "ladder", "methods", "methods512K", "512K", "1M", "gradients", "one",
+        "one-offload", "trl",
     ],
 }
 
