@@ -14,7 +14,7 @@
 #   1M          2 layers at 1M: Ulysses and UPipe (fused layers), one timed step each              (about 5 min)
 #   512K        4 layers at 512K: the same                                                         (about 4 min)
 #   gradients   4 layers at 8K and 64K: gradients of the methods beside the unsharded model      (under 3 min)
-#   one         one GPU: 4 layers at 256K, head groups of U = 1 to 16 heads and all heads at once  (about 4 min)
+#   one         one GPU: 4 layers at 256K, head groups of U = 1 to 8 heads and all heads at once   (about 5 min)
 #   one-offload one GPU: 4 layers, 64K and 256K: inputs pinned, pageable and not offloaded           (about 4 min)
 #   trl         one GPU: the TRL guide's ladder under 77 GiB                                       (about 3 min)
 set -euo pipefail
@@ -43,9 +43,9 @@ methods512K) on 2 experiments.stack --layers 4 --tokens 512K --profile --once --
 512K)        on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart \
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
 gradients)   on 2 experiments.gradients --layers 4 --tokens 8K 64K --kernel fa4 --methods ulysses ring upipe:host upipe:device "$@" ;;
-one)         on 1 experiments.stack --layers 4 --tokens 256K --kernel fa4 --optimizer none --rounds 1 --warmup 0 \
-                 --settings upipe upipe:U=4 upipe:U=8 upipe:U=16 upipe:U=H "$@" ;;
-one-offload) on 1 experiments.stack --layers 4 --tokens 64K 256K --kernel fa4 --optimizer none --rounds 2 --warmup 0 \
+one)         on 1 experiments.stack --layers 4 --tokens 256K --kernel fa4 --rounds 1 --warmup 0 --settings upipe:layer=fused \
+                 upipe:U=4,layer=fused upipe:U=8,layer=fused upipe:U=H,layer=fused upipe upipe:U=H "$@" ;;
+one-offload) on 1 experiments.stack --layers 4 --tokens 64K 256K --kernel fa4 --rounds 2 --warmup 0 \
                  --settings upipe:host,offload=none upipe:host,offload=pinned upipe:host,offload=pageable "$@" ;;
 trl)         on 1 experiments.ladder --preset trl --memory-only "$@" ;;
 *)

@@ -24,7 +24,7 @@ def test_points_are_those_of_the_script():
     """Every part that is offered calls experiments.stack, on as many GPUs as its table of parts says."""
     for part in forecast.PARTS:
         ranks, *words = forecast.commands(part)
-        assert ranks == ("1" if part == "one" else "2"), part
+        assert ranks == ("1" if part.startswith("one") else "2"), part
         stack.parser().parse_args(words)
     assert "--once" in forecast.commands("methods512K") and "native" in forecast.commands("methods")
     with pytest.raises(ConfigError, match="'trl'"):
@@ -61,6 +61,21 @@ def test_states_of_several_engines(quick):
     assert forecast.states_of(found, 2, 0) == pytest.approx(43.282, abs=0.01)
     with pytest.raises(ConfigError, match="rope=model"):
         forecast.predict(stack.Setting.parse("ulysses:rope=model"), **TOY, machine=Machine(gpus()["H200-141GB"], 2))
+
+
+def test_states_without_adams(quick, monkeypatch):
+    """SGD keeps none, so an engine stays as it is made: 8 bytes a parameter, not 16, and the buckets."""
+    found = {}
+    for optimizer in ("adamw", "none"):
+        words = f"--model toy --layers 2 --tokens 4K --kernel cudnn --settings upipe:device --optimizer {optimizer}"
+        monkeypatch.setattr(forecast, "commands", lambda part, words=words: ["2", *words.split()])
+        (record,) = forecast.forecasts("one", {"commit": "abcdef0"})
+        found[optimizer] = record
+        assert record.extra["host_gib"] == pytest.approx(251.77)
+    adam, none = found["adamw"], found["none"]
+    moments = adam.extra["device"]["optimizer"] * 2 / 3
+    assert moments > 0 and none.states_gib == pytest.approx(adam.states_gib - moments)
+    assert none.peak_above_states_gib == adam.peak_above_states_gib
 
 
 def made(date, point="a", provenance="measured", **values):
