@@ -69,7 +69,7 @@ def test_states_without_adams(quick, monkeypatch):
     for optimizer in ("adamw", "none"):
         words = f"--model toy --layers 2 --tokens 4K --kernel cudnn --settings upipe:device --optimizer {optimizer}"
         monkeypatch.setattr(forecast, "commands", lambda part, words=words: ["2", *words.split()])
-        (record,) = forecast.forecasts("one", {"commit": "0" * 40})
+        (record,) = forecast.forecasts("one", {"commit": None})
         found[optimizer] = record
         assert record.extra["host_gib"] == pytest.approx(251.77)
     adam, none = found["adamw"], found["none"]
