@@ -42,6 +42,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import parameter_offload
 from torch import nn
 
 import upipe
@@ -568,6 +569,13 @@ class Engine:
     def close(self) -> None:
         """Give everything back: the engine's states, groups, host memory. The object is of no use afterwards."""
         self.engine.destroy()
+        self._undo()
+        self.engine = self.model = self.handle = self.alst = self.active = None
+        self.variants, self._plain = {}, {}
+        forget_caches(self.device)
+
+    def _undo(self) -> None:
+        # A function of its own: a module in a local variable would keep all states.
         for setting, variant in self.variants.items():
             self.activate(setting)
             for index, layer in enumerate(self.model.model.layers if variant.checkpointing is not None else ()):
@@ -575,13 +583,14 @@ class Engine:
             while variant.closers:
                 variant.closers.pop()()
             self._dress({})
-        for module in self.model.modules():
+        mine = set(self.model.modules())
+        for module in mine:
             vars(module).pop("_upipe", None)
         while self._closers:
             self._closers.pop()()
-        self.engine = self.model = self.handle = self.alst = self.active = None
-        self.variants, self._plain = {}, {}
-        forget_caches(self.device)
+        # DeepSpeed's stack of modules in a forward begins with every model there was; through its parameters each holds all states.
+        stack = parameter_offload.FWD_MODULE_STACK
+        stack[:] = [module for module in stack if module not in mine]
 
 
 def _no_contexts():
