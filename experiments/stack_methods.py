@@ -30,6 +30,7 @@ import copy
 import dataclasses
 import datetime
 import gc
+import inspect
 import os
 import pickle
 import time
@@ -43,6 +44,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 
 import upipe
@@ -591,6 +593,9 @@ class Engine:
         # DeepSpeed's stack of modules in a forward begins with every model there was; through its parameters each holds all states.
         stack = parameter_offload.FWD_MODULE_STACK
         stack[:] = [module for module in stack if module not in mine]
+        # What a module may release is cached for all coordinators of the process; engines that go on look it up anew.
+        releasing = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+        inspect.getclosurevars(releasing).nonlocals["func"].cache_clear()
 
 
 def _no_contexts():
