@@ -126,8 +126,9 @@ class Found:
 def search(probe: Callable[[int], float | None], cap: float, grain: int, first: int, most: int) -> Found:
     """Find the longest multiple of `grain` up to `most` that fits.
 
-    The line through the two longest peaks says where to look; from there the search goes up by one grain, two, four, or down by
-    one and then to the middle.
+    The line through the two longest peaks says where to look, if it rises: peaks near the cap may not, where the allocator gives
+    cached blocks back. From there the search goes up by one grain, two, four, or down by one and then to the middle; with no line,
+    to twice the longest, or to the middle.
 
     Args:
         probe: tokens -> peak in bytes, or None where it does not fit; raises TimeIsUp.
@@ -155,7 +156,10 @@ def search(probe: Callable[[int], float | None], cap: float, grain: int, first: 
         else:
             a, b = fits[-2:]
             slope = (found.peaks[b] - found.peaks[a]) / (b - a) * grain
-            n = low + int((cap - found.peaks[b]) / slope) if slope > 0 else high - 1
+            if slope <= 0:
+                n = min(2 * low, (low + high) // 2)
+            else:
+                n = low + int((cap - found.peaks[b]) / slope)
             if n <= low:
                 n, stride = low + stride, 2 * stride
             elif n >= high:

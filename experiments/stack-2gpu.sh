@@ -43,7 +43,7 @@ methods512K) on 2 experiments.stack --layers 4 --tokens 512K --profile --once --
 512K)        on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart \
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
 gradients)   on 2 experiments.gradients --layers 4 --tokens 8K 64K --kernel fa4 --methods ulysses ring upipe:host upipe:device "$@" ;;
-one)         on 1 experiments.stack --layers 4 --tokens 256K --kernel fa4 --rounds 1 --warmup 0 --settings upipe:layer=fused \
+one)         on 1 experiments.stack --layers 4 --tokens 256K --kernel fa4 --once --short 64K --settings upipe:layer=fused \
                  upipe:U=4,layer=fused upipe:U=8,layer=fused upipe:U=H,layer=fused upipe upipe:U=H "$@" ;;
 one-offload) on 1 experiments.stack --layers 4 --tokens 64K 256K --kernel fa4 --rounds 2 --warmup 0 \
                  --settings upipe:host,offload=none upipe:host,offload=pinned upipe:host,offload=pageable "$@" ;;

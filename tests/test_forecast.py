@@ -72,7 +72,7 @@ def test_states_without_adams(quick, monkeypatch):
         monkeypatch.setattr(forecast, "commands", lambda part, words=words: ["2", *words.split()])
         (record,) = forecast.forecasts("one", {"commit": None})
         found[optimizer] = record
-        assert record.extra["host_gib"] == pytest.approx(251.77)
+        assert record.host_gib == pytest.approx(251.77)
     adam, none = found["adamw"], found["none"]
     moments = adam.extra["device"]["optimizer"] * 2 / 3
     assert moments > 0 and none.states_gib == pytest.approx(adam.states_gib - moments)

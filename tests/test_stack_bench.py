@@ -398,6 +398,20 @@ def test_search_finds_the_longest_length_in_few_steps(bent):
                 assert len(tried) == len(set(tried)) <= 14 and set(found.peaks) == set(tried)
 
 
+def test_search_where_the_allocator_gives_back_what_it_cached():
+    """GiB as an H200 under a cap of 77 had them at these K tokens: the last is lower than the one before, and no line leads on."""
+    measured = {72: 39.17, 144: 56.71, 224: 74.76, 232: 76.62, 236: 75.11}
+    tried = []
+
+    def probe(tokens):
+        tried.append(tokens)
+        return measured.get(tokens, 76.0) if tokens <= 260 else None
+
+    found = ladder.search(probe, 77, 4, 72, 4096)
+    assert found.complete and (found.longest, found.shortest_not) == (260, 264)
+    assert 236 in tried and len(tried) <= 14 and max(tried) <= 2 * 236
+
+
 def test_search_that_is_cut_off():
     def probe(tokens):
         if tokens > 80:
