@@ -149,13 +149,36 @@ def machine_of(record: dict[str, Any]) -> Machine:
     return Machine.parse(f"{record['gpus']}x{record['gpu'].removeprefix('NVIDIA ').split()[0]}", host_gib=record["host_gib"])
 
 
-def stack_point(record: dict[str, Any], prediction: Prediction) -> Point:
-    """A point of `experiments.stack` beside what is predicted of it."""
+def makes_moments(record: dict[str, Any], earlier: list[dict[str, Any]], prediction: Prediction) -> bool:
+    """Whether Adam's moments were first made in the step that was measured, because DeepSpeed had skipped the one before it: what it
+    began with then has the moments of no more engines than others had been measured before. earlier: records of its run before it."""
+    if record.get("engine_gib") is None or record.get("optimizer") == "none":
+        return False
+    mine = Setting.parse(record["setting"]).engine
+    others = len({Setting.parse(r["setting"]).engine for r in earlier} - {mine})
+    moments = record["states_gib"] - record["engines"] * record["engine_gib"]
+    # Those that were closed (`--apart`) hold none.
+    return round(moments / (prediction.device["optimizer"] * 2 / 3)) <= min(others, record["engines"] - 1)
+
+
+def above_first_states(prediction: Prediction) -> float:
+    """`forecast.above_states` of a step that begins without Adam's moments and makes them when the optimizer steps."""
+    states = sum(prediction.device[name] for name in STATES)
+    above = {phase: (total - plan.MARGIN_GIB) / (1 + plan.MARGIN_SHARE) - states for phase, total in prediction.phases.items()}
+    above["optimizer step"] += prediction.device["optimizer"] * 2 / 3
+    return max(above.values())
+
+
+def stack_point(record: dict[str, Any], prediction: Prediction, earlier: list[dict[str, Any]] | tuple = ()) -> Point:
+    """A point of `experiments.stack` beside what is predicted of it. earlier: records of its run before it."""
     # Two engines' states are in what it began with; buckets are made with an engine.
     name = f"{record['layers']} layers, {record['setting']}, {record['kernel']}, {format_tokens(record['tokens'])}"
+    above = forecast.above_states(prediction)
+    if makes_moments(record, list(earlier), prediction):
+        above, name = above_first_states(prediction), f"{name}, Adam's moments made in it"
     return Point(
         name, False, {"peak": record["peak_above_states_gib"], "host": record["host_pinned_gib"], "time": record["time_s"]},
-        {"peak": forecast.above_states(prediction), "host": prediction.step_host_gib, "time": prediction.time_s},
+        {"peak": above, "host": prediction.step_host_gib, "time": prediction.time_s},
     )  # fmt: skip
 
 
@@ -168,7 +191,7 @@ def stack_points(folder: Path, runs: list[str] | None, made_with: dict[str, Any]
     if not measured:
         raise ConfigError(f"{folder / 'stack.jsonl'}: no records{f' of run {runs}' if runs else ''}")
     found, kept, left_out = [], [], []
-    for r in measured:
+    for i, r in enumerate(measured):
         where = f"{r['run_id']} {r['layers']} layers, {r['setting']}, {format_tokens(r['tokens'])}"
         if r["outcome"] != "ok":
             left_out.append(f"{where}: {r['outcome']}, {r['reason']}")
@@ -178,7 +201,7 @@ def stack_points(folder: Path, runs: list[str] | None, made_with: dict[str, Any]
         except ValueError as error:
             left_out.append(f"{where}: {error}")
             continue
-        point = stack_point(r, prediction)
+        point = stack_point(r, prediction, [e for e in measured[:i] if e["run_id"] == r["run_id"]])
         found.append(point)
         off = {name: point.off(name) for name in BOUNDS}
         record = record_of(prediction, r["point"], made_with, of="stack", of_run=r["run_id"], measured=point.measured, off=off)

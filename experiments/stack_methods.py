@@ -30,6 +30,7 @@ import copy
 import dataclasses
 import datetime
 import gc
+import inspect
 import os
 import pickle
 import time
@@ -42,6 +43,8 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import nn
 
 import upipe
@@ -568,6 +571,13 @@ class Engine:
     def close(self) -> None:
         """Give everything back: the engine's states, groups, host memory. The object is of no use afterwards."""
         self.engine.destroy()
+        self._undo()
+        self.engine = self.model = self.handle = self.alst = self.active = None
+        self.variants, self._plain = {}, {}
+        forget_caches(self.device)
+
+    def _undo(self) -> None:
+        # A function of its own: a module in a local variable would keep all states.
         for setting, variant in self.variants.items():
             self.activate(setting)
             for index, layer in enumerate(self.model.model.layers if variant.checkpointing is not None else ()):
@@ -575,13 +585,17 @@ class Engine:
             while variant.closers:
                 variant.closers.pop()()
             self._dress({})
-        for module in self.model.modules():
+        mine = set(self.model.modules())
+        for module in mine:
             vars(module).pop("_upipe", None)
         while self._closers:
             self._closers.pop()()
-        self.engine = self.model = self.handle = self.alst = self.active = None
-        self.variants, self._plain = {}, {}
-        forget_caches(self.device)
+        # DeepSpeed's stack of modules in a forward begins with every model there was; through its parameters each holds all states.
+        stack = parameter_offload.FWD_MODULE_STACK
+        stack[:] = [module for module in stack if module not in mine]
+        # What a module may release is cached for all coordinators of the process; engines that go on look it up anew.
+        releasing = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+        inspect.getclosurevars(releasing).nonlocals["func"].cache_clear()
 
 
 def _no_contexts():

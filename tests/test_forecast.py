@@ -2,6 +2,7 @@
 
 import functools
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -119,3 +120,18 @@ def test_forecasts_are_records_and_leave_the_held_out_half_alone(tmp_path, monke
     assert "Llama3-8B, 8 layers" in capsys.readouterr().out
     assert forecast.main(["--judge", "methods"]) == 2 and forecast.main(["nonsense"]) == 2
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_a_step_that_makes_adams_moments_is_told_from_the_records():
+    """After a step that DeepSpeed skipped: the states that a measured step began with have the moments of fewer engines."""
+    run = [r for r in records.load(accuracy.RESULTS / "stack.jsonl") if r["run_id"] == "20261130T030107Z-89fa02"]
+    again = [r for r in records.load(accuracy.RESULTS / "stack.jsonl") if r["run_id"] == "20261130T030717Z-a1e268"]
+    prediction = SimpleNamespace(
+        device=dict.fromkeys(accuracy.STATES, 0.0) | {"optimizer": 10.746},
+        phases={"backward": 1.02 * 5 + 0.5, "optimizer step": 1.02 * 3.6 + 0.5 + 1.02 * 10.746},
+    )
+    prediction.phases["backward"] += 1.02 * 10.746
+    made = [(r["method"], r["tokens"] // 1024) for of in (run, again) for i, r in enumerate(of)
+            if accuracy.makes_moments(r, of[:i], prediction)]
+    assert made == [("ring", 128), ("ulysses", 128), ("native", 128)]
+    assert accuracy.above_first_states(prediction) == pytest.approx(3.6 + 10.746 * 2 / 3)

@@ -497,3 +497,29 @@ def test_a_search_under_another_method(monkeypatch):
         predict(request("llama3-8b", 2**20, 6, ["method=ulysses"]), Machine.parse("6xH100-80GB"))
     assert predict(request("llama3-8b", 2**15, 8, ["method=none"]), EIGHT).run.upipe.sp_size == 1
     simulate.peaks_of.cache_clear()
+
+
+def test_the_embedding_comes_with_the_first_layers_last_weights():
+    """DeepSpeed's prefetch: when the second layer's attention goes back, with the first layer's weights and q, k and v in use."""
+    run = request("llama3-8b", 2**19, 2, ["method=ulysses", "memory.offload=pinned"])
+    found = predict(run, Machine.parse("2xH200"), only_here=True)
+    assert found.phase == "backward of attention" and found.phases["backward"] < found.phases[found.phase]
+    assert found.device["gathered"] == pytest.approx(2 * (218_112_000 + 4096 * 128 * (32 + 2 * 8) + 128256 * 4096) / GIB)
+    # Where the last layers' inputs stay on the device they are gone by then.
+    words = ["method=ulysses", "memory.offload=pinned", "memory.keep_layers_on_gpu=8"]
+    kept = predict(request("llama3-8b", 2**19, 2, words), Machine.parse("2xH200"), only_here=True)
+    assert kept.phase == "backward" and kept.phases["backward of attention"] == pytest.approx(found.phases[found.phase])
+    fused = predict(request("llama3-8b", 2**18, 8, ["memory.fused_layers=true"]), EIGHT, only_here=True)
+    assert "backward of attention" not in fused.phases
+
+
+def test_a_kernel_of_few_heads_is_planned_at_its_own_length():
+    """cuDNN at 1M tokens on two ranks runs heads in parts: no line from shorter lengths, where it takes all at once, leads there."""
+    run = request("llama3-8b", 2**20, 2, ["method=ulysses", "upipe.kernel=cudnn"])
+    case = next(iter(plan.cases_of(run, plan.described(run)[2], "cudnn", None).values()))
+    found = predict(run, Machine.parse("2xH200"))
+    assert simulate.in_parts(case, 2**19) and found.phase == "backward"
+    exact = simulate.simulate(case, (2**19,)).backward[0] / GIB
+    u = 2**19 * 4096 * 2 / GIB
+    assert found.device["work of a layer"] == pytest.approx(exact - u)
+    assert simulate.simulate(case).at("backward", 2**19) / GIB > 1.2 * exact

@@ -97,7 +97,7 @@ def test_torchs_ring_gathers_keys_and_sums_in_fp32():
 
 
 def test_fpdt_keeps_on_the_host_what_the_plan_counts_and_little_on_the_device():
-    """Its q, k, v, result, gradient, log-sum-exp and fp32 dq; k and v of fewer heads are less than what the plan allows for."""
+    """Its q, k, v, result, gradient, log-sum-exp and fp32 dq, to the byte."""
     case = Case(shape_of(hf_config(SMALL)), 2, "fa4", method="fpdt", chunk_tokens=4096)
     host = simulate._Host()
     with simulate.without_a_device(case, host):
@@ -110,7 +110,7 @@ def test_fpdt_keeps_on_the_host_what_the_plan_counts_and_little_on_the_device():
     assert host.pool.held == 0
     # One chunk's dq never leaves the device.
     assert host.pool.most == rows * (3 * width * 2 + 2 * kv * 2 + 8 * 4) + (rows - 2048) * width * 4
-    assert host.pool.most <= host_bytes(MethodConfig("fpdt"), rows, width, 8, 2)
+    assert host.pool.most == host_bytes(MethodConfig("fpdt", chunk_tokens=4096), 2 * rows, 1, 2, 8, 4, 32, 2)
     whole = dataclasses.replace(case, method="ulysses", chunk_tokens=None)
     assert simulate.simulate(case, (16384,)).backward[0] < simulate.simulate(whole, (16384,)).backward[0]
 
@@ -193,3 +193,33 @@ def test_refusals_and_nothing_left_behind():
     with pytest.raises((ConfigError, PreflightError), match="dx"):
         simulate.simulate(Case(text, 2, "fa4", fused=True, dx="bf16"), (64,))
     assert plain == (block.exchange, preflight.check_groups, layer._normed, torch.is_grad_enabled())
+
+
+def test_lines_of_another_method_are_those_of_long_sequences():
+    """Ulysses on two ranks with cuDNN: at 64K local tokens the MLP's tiles are highest, from there on attention is."""
+    case = Case(shape("llama3-8b"), 2, "cudnn", **TILES, method="ulysses")
+    lengths = simulate.lengths_of(case)
+    assert lengths[-1] == 262144 and simulate.in_parts(case, 393216) and not simulate.in_parts(case, 262144)
+    # In blocks a call is one of a block and one kv head's heads; where "auto" knows of none, one of all.
+    assert not simulate.in_parts(dataclasses.replace(case, block_tokens_backward=65536), 393216)
+    assert simulate.in_parts(dataclasses.replace(case, block_tokens_backward=2**22), 2**21)
+    assert simulate.in_parts(dataclasses.replace(case, block_tokens_backward="auto", gpu="none such"), 393216)
+    beyond = simulate.simulate(case, (196608,)).backward[0]
+    assert simulate.simulate(case).at("backward", 196608) == pytest.approx(beyond, rel=1e-3)
+
+
+def test_fpdts_lines_are_those_of_many_chunks():
+    """Beyond a few chunks nothing grows but what is as long as the sequence: a line through one and two would be a third too high."""
+    case = Case(shape_of(hf_config(SMALL)), 2, "fa4", method="fpdt", chunk_tokens=4096)
+    assert simulate.lengths_of(case) == (512, 2048, 4096, 6144, 8192, 12288)
+    peaks = simulate.simulate(case)
+    assert peaks.at("backward", 20480) == pytest.approx(simulate.simulate(case, (20480,)).backward[0], rel=0.01)
+
+
+def test_attention_is_counted_by_itself():
+    """The MLP's backward is over when attention's begins: of modules in tiles the first is highest under UPipe, the other under Ulysses."""
+    ours, ulysses = (
+        simulate.simulate(Case(shape("llama3-8b"), 2, "cudnn", **TILES, method=name), (131072,)) for name in ("upipe", "ulysses")
+    )
+    assert ours.attention[0] < 0.9 * ours.backward[0] and ulysses.attention[0] == ulysses.backward[0]
+    assert ours.at("attention", 131072) == ours.attention[0] and Peaks((1,), (1,), (1,), (1,), (0,)).at("attention", 9) == 0

@@ -296,7 +296,7 @@ def test_sections_of_the_wrong_type_are_refused_by_name():
 # the plan
 
 
-LLAMA_8B = ModelSizes(8_030_261_248, 32, 218_112_000, 4096, 32, 4096, 128256)
+LLAMA_8B = ModelSizes(8_030_261_248, 32, 218_112_000, 4096, 32, 4096, 128256, kv_heads=8)
 
 
 def planned(preset="none", tokens=512 * 1024, host=256, device=None, ranks=2, sizes=LLAMA_8B, **sections):

@@ -8,6 +8,7 @@ import re
 import statistics
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -150,7 +151,12 @@ def _gradients(engines, dtype):
             step()
             engine.after_step()
             found.setdefault(str(setting), []).append((float(loss), grads))
+            del step
+        held = [engine.engine, engine.model, engine.engine.optimizer, *engine.engine.optimizer.fp32_partitioned_groups_flat]
+        held = [weakref.ref(each) for each in held]
         engine.close()
+        left = [type(each()).__name__ for each in held if each() is not None]
+        assert not left, f"{texts}: {left} of a closed engine"
     return found if dist.get_rank() == 0 else None
 
 

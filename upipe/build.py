@@ -257,7 +257,7 @@ def contexts_of(model: nn.Module):
 @dataclass(frozen=True)
 class ModelSizes:
     """Numbers of a model, whole: parameters; decoder layers and the parameters of the largest; hidden size D; query heads H and
-    the width of the attention output, H * d; vocabulary V; residual streams between layers, of D each."""
+    the width of the attention output, H * d; vocabulary V; residual streams between layers, of D each; kv heads, None for H."""
 
     parameters: int
     layers: int
@@ -267,6 +267,7 @@ class ModelSizes:
     attention_width: int
     vocab_size: int
     streams: int = 1
+    kv_heads: int | None = None
 
 
 def model_sizes(config: ModelConfig) -> ModelSizes:
@@ -280,6 +281,7 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
     return ModelSizes(
         parameters, described.num_hidden_layers, largest, described.hidden_size, described.num_attention_heads,
         described.num_attention_heads * head_dim, described.vocab_size, getattr(described, "hc_mult", 1),
+        getattr(described, "num_key_value_heads", None),
     )  # fmt: skip
 
 

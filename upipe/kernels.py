@@ -100,6 +100,11 @@ class Kernel:
         and v where they are others, by the same formula."""
         return None
 
+    def heads_at_once(self, rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int | None:
+        """Query heads, of one kv head, of each of the calls that `backward` makes one after another; None where it makes one of all
+        heads. Raises ValueError for what it cannot run."""
+        return None
+
     def forward(
         self, q, k, v, scale: float,
         offsets: Offsets | None = None, window: int | None = None, softcap: float | None = None, out=None,
@@ -289,6 +294,16 @@ class CudnnAttention(Kernel):
         query heads, two or four to a kv head, 2.0 more a kv head (blocks at U = 4 to 32, experiments/results/block.jsonl)."""
         return (5 * heads + 2 * kv_heads * (heads > kv_heads)) * max(tokens, keys or 0) * head_dim * 2
 
+    def heads_at_once(self, rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int | None:
+        """See `Kernel`; calls of at most `most` elements of q."""
+        each = rows * tokens * head_dim
+        if each * heads <= self.most:
+            return None
+        if each > self.most:
+            raise ValueError(f"cudnn with {tokens} tokens of head dim {head_dim} in {rows} rows: its backward is right up to "
+                             f"{self.most} elements a head at least, here are {each}; use fa4")
+        return max(1, min(heads // kv_heads, self.most // each))
+
     def _forward(self, q, k, v, scale, mask, out):
         if q.shape[1] == 1:
             return ReferenceAttention()._forward(q, k, v, scale, mask, out)
@@ -299,16 +314,12 @@ class CudnnAttention(Kernel):
     def _backward(self, grad, q, k, v, out, lse, scale, mask, dq, dk, dv):
         if q.shape[1] == 1:
             return ReferenceAttention()._backward(grad, q, k, v, out, lse, scale, mask, dq, dk, dv)
-        group, each = q.shape[2] // k.shape[2], q[:, :, :1].numel()
-        if q.numel() <= self.most:
+        group, step = q.shape[2] // k.shape[2], self.heads_at_once(*q.shape[:3], k.shape[2], q.shape[3])
+        if step is None:
             return self._dense_backward(grad, q, k, v, out, lse, scale)
-        if each > self.most:
-            raise ValueError(f"cudnn with {q.shape[1]} tokens of head dim {q.shape[3]} in {q.shape[0]} rows: its backward is right up to "
-                             f"{self.most} elements a head at least, here are {each}; use fa4")
         grads = [torch.empty_like(like) if buffer is None else buffer for buffer, like in zip((dq, dk, dv), (q, k, v))]
         for kv in range(k.shape[2]):
             sums: list = [None, None]
-            step = max(1, min(group, self.most // each))
             for first in range(kv * group, (kv + 1) * group, step):
                 part = slice(first, min(first + step, (kv + 1) * group))
                 own = slice(kv, kv + 1)

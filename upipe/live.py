@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -113,7 +114,12 @@ class SimulatedAttention(Kernel):
 
     Args:
         of: the kernel. Its backward must have been measured (`Kernel.backward_bytes`).
+
+    Attributes:
+        before_backward: called before each backward, where it is not None.
     """
+
+    before_backward: Callable[[], None] | None = None
 
     def __init__(self, of: Kernel) -> None:
         self.of = of
@@ -134,10 +140,13 @@ class SimulatedAttention(Kernel):
         return (got if out is None else out), lse
 
     def backward(self, grad, q, k, v, out, lse, scale, offsets=None, window=None, softcap=None, dq=None, dk=None, dv=None):
-        _, S, h, d = q.shape
-        held = self.of.backward_bytes(S, h, k.shape[2], d, keys=k.shape[1])
-        if held is None:
-            raise ValueError(f"what {self.of.name}'s backward holds with {h} query and {k.shape[2]} kv heads has not been measured")
+        if self.before_backward is not None:
+            self.before_backward()
+        B, S, h, d = q.shape
+        step = self.of.heads_at_once(B, S, h, k.shape[2], d)
+        if step is not None:
+            return self._backward_in_parts(step, grad, q, k, v, out, lse, (dq, dk, dv))
+        held = self._held(S, h, k.shape[2], d, k.shape[1])
         if self.writes_gradients:
             dq, dk, dv = (torch.empty_like(t) if given is None else given for t, given in zip((q, k, v), (dq, dk, dv)))
             workspace = q.new_empty(held, dtype=torch.uint8)
@@ -146,7 +155,33 @@ class SimulatedAttention(Kernel):
         made = [torch.empty_like(t) for t in (q, k, v)]
         workspace = q.new_empty(max(0, held - sum(t.numel() * t.itemsize for t in made)), dtype=torch.uint8)
         del workspace
-        return (made[0] if dq is None else dq), made[1], made[2]
+        # In the buffers, where there are any: the caller may look at nothing else.
+        return tuple(mine if given is None else given for mine, given in zip(made, (dq, dk, dv)))
+
+    def _held(self, *case: int) -> int:
+        held = self.of.backward_bytes(*case)
+        if held is None:
+            raise ValueError(f"what {self.of.name}'s backward holds with {case[1]} query and {case[2]} kv heads has not been measured")
+        return held
+
+    def _backward_in_parts(self, step: int, grad, q, k, v, out, lse, buffers):
+        """Of a kernel that makes its own gradients and is called for a few heads of one kv head at a time; two kv heads stand for all."""
+        grads = tuple(torch.empty_like(t) if given is None else given for t, given in zip((q, k, v), buffers))
+        group, made = q.shape[2] // k.shape[2], ()
+        for kv in range(min(2, k.shape[2])):
+            sums = ()
+            for first in range(kv * group, (kv + 1) * group, step):
+                part = slice(first, min(first + step, (kv + 1) * group))
+                # It takes packed gradients and results. What the call before answered is there until this one has.
+                packed = [t.contiguous() for t in (grad[:, :, part], out[:, :, part], lse[:, part])]
+                now = [torch.empty_like(t) for t in (q[:, :, part], k[:, :, :1], v[:, :, :1])]
+                held = self._held(q.shape[1], part.stop - part.start, 1, q.shape[3], k.shape[1])
+                workspace = q.new_empty(max(0, held - sum(t.numel() * t.itemsize for t in now)), dtype=torch.uint8)
+                del workspace, packed
+                made = now
+                del now
+                sums = made[1:] if not sums else [total.float().add_(t) for total, t in zip(sums, made[1:])]
+        return grads
 
 
 class SimulatedRing(Ring):

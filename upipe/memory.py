@@ -359,7 +359,10 @@ def make_plan(
         sent = checkpointing.sent(sizes.layers)
     # A layer that is checkpointed keeps its chunks during its own backward alone.
     alive = sizes.layers if run.model.checkpointing == "none" else 1
-    chunks = alive * methods.host_bytes(methods.of(run.method), rows, sizes.attention_width, sizes.heads, itemsize)
+    chunks = alive * methods.host_bytes(
+        methods.of(run.method), tokens, train.micro_batch_size, upipe.sp_size, sizes.heads, sizes.kv_heads or sizes.heads,
+        sizes.attention_width // sizes.heads, itemsize,
+    )  # fmt: skip
     states = 12 * sizes.parameters // world if memory.optimizer == "cpu" else 0
     within, fused, working = memory.offload if memory.offload_within_layer else "none", None, 0
     if memory.fused_layers:

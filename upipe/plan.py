@@ -3,10 +3,11 @@
     run = request("llama3-8b", 5 * 2**20, machine, ["memory.fused_layers=true"])
     predict(run, machine).text()
 
-Memory of a rank's GPU, by phase of a step (first forwards, loss, backward of a layer, optimizer):
+Memory of a rank's GPU, by phase of a step (first forwards, loss, backward of a layer and of its attention, optimizer):
 
     states      parameters, gradients, master weights and Adam's states by ZeRO stage and dtypes
-    buffers     what ZeRO-3 has gathered (`stage3_max_live_parameters` and the prefetch bucket, or the head) and two gradient buckets
+    buffers     what ZeRO-3 has gathered (`stage3_max_live_parameters` and the prefetch bucket, or the head; in attention's backward a
+                layer and the embedding) and two gradient buckets
     inputs      saved inputs on the device, and the one that is prefetched
     work        a layer or the loss, simulated with the real code: `upipe.simulate`
     cuBLAS      its workspaces, fitted on half of the measured points (experiments/accuracy.py)
@@ -539,11 +540,13 @@ def predict(run: RunConfig, machine: Machine, kept: bool = True, only_here: bool
     local = -(-tokens // sp)
 
     def peaks_for(case: Case) -> simulate.Peaks:
+        layout = Zigzag(ring, ulysses) if run.method.name == "upipe" else run.method.layout(sp)
+        if simulate.in_parts(case, local):
+            return _simulated(case, (layout.padded(tokens) // sp,))
         if not kept:
             return simulate.simulate(case)
         if simulate.cached(case) is None:
             if only_here and case.method != "fpdt" and local * case.rows <= simulate.LENGTHS[-1]:
-                layout = Zigzag(ring, ulysses) if run.method.name == "upipe" else run.method.layout(sp)
                 return _simulated(case, (layout.padded(tokens) // sp,))
             if case.rows > 1 and case.method == "upipe":
                 # As many tokens in all as of one sequence.
@@ -590,10 +593,14 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
     itemsize, u, layers = 2 if case.dtype == "bf16" else 4, plan.input_bytes, sizes.layers
     states = state_bytes(run, sizes.parameters, machine.world)
     buckets = 2 * zero["reduce_bucket_size"] * itemsize if run.train.zero_stage else 0
-    gathered = head = 0
+    gathered = head = late = 0
     if run.train.zero_stage == 3:
         gathered = itemsize * (max(zero["stage3_max_live_parameters"], sizes.layer_parameters) + zero["stage3_prefetch_bucket_size"])
         head = itemsize * sizes.vocab_size * sizes.hidden_size
+        if zero["stage3_prefetch_bucket_size"] and layers > 1 and not case.fused:
+            # When the second layer's attention goes back, its MLP's weights are gone and the first layer's are all there. The gather of
+            # the last of them brings the next of the trace in the same buffer: the embedding, whole, whatever the limits are.
+            late = itemsize * (sizes.layer_parameters + projections_of(case)) + head
     kept = plan.kept_layers
     # Of the input in what was counted: with offload within the layer it is there in the forward alone.
     counted = 0 if case.offload_within_layer else u
@@ -615,14 +622,29 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
             "work of a layer": backward - counted, "gathered": gathered, "saved inputs": others + counted + inner,
             "prefetched input": fetched,
         },
+        "backward of attention": {
+            # By then, of the inputs that stay on the device, the last layers', the first layer's alone may be left.
+            "work of a layer": peaks.at("attention", local) - counted, "gathered": late,
+            "saved inputs": each * (kept >= layers) + counted + inner, "prefetched input": fetched * (kept < layers),
+        },
         "optimizer step": {"fp32 gradients": 4 * min(SUB_GROUP, sizes.parameters // machine.world)},
     }  # fmt: skip
     if run.memory.optimizer == "cpu" or run.train.dtype == "fp32" or run.train.gradient_dtype == "fp32":
         phases["optimizer step"]["fp32 gradients"] = 0      # they are there already
+    if not (late and peaks.attention):
+        del phases["backward of attention"]
     for parts in phases.values():
         parts |= states | {"buckets": buckets, "cuBLAS": int(rates()["workspace_gib"] * GIB)}
         parts["margin"] = int(MARGIN_SHARE * sum(parts.values()) + MARGIN_GIB * GIB)
     return phases
+
+
+def projections_of(case: Case) -> int:
+    """Parameters of a layer's projections to q, k and v."""
+    shape = json.loads(case.shape)
+    heads = shape["num_attention_heads"]
+    head_dim = shape.get("head_dim") or shape["hidden_size"] // heads
+    return shape["hidden_size"] * head_dim * (heads + 2 * (shape.get("num_key_value_heads") or heads))
 
 
 def _host(run, machine: Machine, plan, sizes) -> dict[str, float]:

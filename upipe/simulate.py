@@ -34,7 +34,7 @@ from unittest import mock
 
 import torch
 
-from upipe import block, blocked, kernels, layer, loss, offload, preflight, ring, tiled, workspace
+from upipe import block, blocked, kernel_blocks, kernels, layer, loss, offload, preflight, ring, tiled, workspace
 from upipe.apply import Sharding, UPipeConfig
 from upipe.block import checkpoint_contexts
 from upipe.build import ModelConfig, enable_checkpointing, hf_config
@@ -43,6 +43,7 @@ from upipe.layer import FusedLayersConfig, apply_fused_layers, layer_contexts
 from upipe.live import LiveStorages, SimulatedAttention, SimulatedRing
 from upipe.methods import MethodConfig, apply_method, projection, simulated
 from upipe.methods.apply import MethodSharding
+from upipe.methods.config import CHUNK_TOKENS
 from upipe.offload import CheckpointConfig, apply_checkpointing
 from upipe.tiled import TilingConfig, apply_tiling
 
@@ -52,9 +53,11 @@ apply_module = sys.modules[Sharding.__module__]
 CACHE = Path(__file__).with_name("plan_layers.json")
 LENGTHS = (4096, 16384, 65536, 262144, 393216)
 """Local tokens. The last two are long enough for no tile or weight's gradient to be in the way of the slope."""
-BASELINE_LENGTHS, FPDT_LENGTHS = (16384, 65536, 131072), (8192, 32768, 65536)
-"""The same under other methods, simulated when asked for; FPDT's work grows with the square of its chunks."""
-PHASES = ("forward", "loss", "backward", "saved")
+BASELINE_LENGTHS = (16384, 65536, 131072, 262144, 393216)
+"""The same under other methods, simulated when asked for."""
+FPDT_CHUNKS = (0.25, 1, 2, 3, 4, 6)
+"""The same of FPDT, in its chunks: only from several on does a longer sequence add nothing but what is as long as itself."""
+PHASES = ("forward", "loss", "backward", "attention", "saved")
 SOURCES = (
     "block", "blocked", "kernels", "layer", "live", "loss", "offload", "ring", "rotary", "schedule", "simulate", "tiled", "workspace",
     "zigzag",
@@ -126,6 +129,7 @@ class Peaks:
     the forward).
 
     saved: what a layer leaves on the device for its backward besides its input: nothing, where it is checkpointed.
+    attention: of the backward from the attention kernel's first call on, when the MLP's is over; () where it was not looked at.
     host: bytes a token that a layer's attention output takes on the host.
     """
 
@@ -135,10 +139,13 @@ class Peaks:
     backward: tuple[int, ...]
     saved: tuple[int, ...]
     host: float = 0.0
+    attention: tuple[int, ...] = ()
 
     def at(self, phase: str, tokens: int) -> int:
         """Bytes at so many local tokens. Below the shortest length simulated, that one's."""
         lengths, values = self.lengths, getattr(self, phase)
+        if not values:
+            return 0
         if tokens <= lengths[0]:
             return values[0]
         i = next((i for i in range(1, len(lengths)) if tokens <= lengths[i]), len(lengths) - 1)
@@ -209,6 +216,7 @@ class _Host:
         self.bytes = 0
         self.live: LiveStorages | None = None
         self.pool = simulated.Pool()
+        self.kernel: SimulatedAttention | None = None
         self.targets: list[torch.Tensor] = []  # alive, or another storage may be known by the name of one that is gone
 
     def memory(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -258,6 +266,7 @@ class Assumed(SimulatedAttention):
 class _Unmeasured:
     def __init__(self, of: kernels.Kernel) -> None:
         self.name, self.writes_gradients, self.dq_over_out = of.name, of.writes_gradients, of.dq_over_out
+        self.heads_at_once = of.heads_at_once
 
     def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int, keys: int | None = None) -> int:
         of_keys = 4 * kv_heads + (4 * heads if heads > kv_heads else 0)
@@ -283,7 +292,7 @@ def _add_nothing(total, a, b) -> None:
 @contextlib.contextmanager
 def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
     """Other ranks, host memory and the GPU's own operators are not there: what stands for them allocates what they do."""
-    kernel = simulated_kernel(case.kernel)
+    kernel = host.kernel = simulated_kernel(case.kernel)
     blocks = case.block_tokens, case.block_tokens_backward
     if case.ring > 1 or blocks != ("none", "none"):
         ring.full_of(next(k for k in kernels.KERNELS if k.name == case.kernel))
@@ -383,16 +392,45 @@ def _model(case: Case) -> torch.nn.Module:
     return model.train()
 
 
+def lengths_of(case: Case) -> tuple[int, ...]:
+    """Local tokens at which a case is simulated, of those where the kernel takes all its heads at once (`in_parts`)."""
+    if case.method != "fpdt":
+        every = LENGTHS if case.method == "upipe" else BASELINE_LENGTHS
+        return tuple(n for n in every if not in_parts(case, n)) or every[:1]
+    chunk = (CHUNK_TOKENS if case.chunk_tokens is None else case.chunk_tokens) // case.ranks
+    return tuple(sorted({max(1, int(chunk * n)) for n in FPDT_CHUNKS}))
+
+
+def in_parts(case: Case, tokens: int) -> bool:
+    """Whether the kernel's backward runs a few heads at a time at so many local tokens: no straight line leads there."""
+    kernel = next((k for k in kernels.KERNELS if k.name == case.kernel), None)
+    if kernel is None or case.method in ("native", "fpdt"):
+        return False
+    values = json.loads(case.shape)
+    heads, kv_heads = values["num_attention_heads"], values.get("num_key_value_heads") or values["num_attention_heads"]
+    head_dim = values.get("head_dim") or values["hidden_size"] // heads
+    each = -(-heads // case.ranks)
+    if case.method == "upipe":
+        each = max(1, (case.heads_per_stage or case.ranks) // case.ranks)
+    kv_each, queries = max(1, each * kv_heads // heads), tokens * case.ranks
+    size = case.block_tokens_backward
+    if size == "auto":
+        size, _ = kernel_blocks.choose("backward", queries, each, kv_each, head_dim, case.gpu, case.kernel)
+    if isinstance(size, int) and size < queries:
+        # A call is one of a block and of the heads of one kv head.
+        each, kv_each, queries = each // kv_each, 1, size
+    return kernel.heads_at_once(case.rows, queries, each, kv_each, head_dim) is not None
+
+
 def simulate(case: Case, lengths: tuple[int, ...] | None = None) -> Peaks:
     """Run a layer of each kind and the loss at every length: a few seconds.
 
-    lengths: local tokens; None: those of the method, LENGTHS for UPipe.
+    lengths: local tokens; None: those of the method (`lengths_of`).
 
     Raises:
         ConfigError: a kernel, stage width, shape or setting that cannot be run, or has not been measured.
     """
-    if lengths is None:
-        lengths = {"upipe": LENGTHS, "fpdt": FPDT_LENGTHS}.get(case.method, BASELINE_LENGTHS)
+    lengths = lengths_of(case) if lengths is None else lengths
     try:
         rows = [_peaks(case, length) for length in lengths]
     except (preflight.PreflightError, ValueError) as error:
@@ -492,8 +530,17 @@ def _layer_peaks(model, index: int, case: Case, tokens: int, host: _Host) -> dic
         peaks["loss"] = live.peak
         del total, labels, h
         live.start()
+        before: list[int] = []
+
+        def attention_begins() -> None:
+            if not before:
+                before.append(live.peak)
+                live.start()
+
+        host.kernel.before_backward = attention_begins
         end.backward()
-        peaks["backward"] = live.peak
+        host.kernel.before_backward = None
+        peaks["backward"], peaks["attention"] = max([*before, live.peak]), live.peak
         if not case.offload_within_layer:
             x.grad = None
     return peaks

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from upipe.config import Length
 from upipe.methods.layouts import Chunked, Layout, Zigzag
+from upipe.schedule import HeadSchedule
 
 Name = Literal["upipe", "ulysses", "ring", "usp", "fpdt", "native", "none"]
 NAMES: tuple[str, ...] = get_args(Name)
@@ -104,13 +105,22 @@ def name_in(mapping: dict[str, Any]) -> Any:
     return section.get("name", "upipe") if isinstance(section, dict) else None
 
 
-def host_bytes(method: MethodConfig, rows: int, width: int, heads: int, itemsize: int) -> int:
-    """The most that one attention call keeps on the host, of one rank: fpdt's q, k, v, result and gradient, log-sum-exp and fp32 dq.
+def host_bytes(method: MethodConfig, tokens: int, rows: int, ranks: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
+    """Bytes that one attention call keeps on the host at most, of the rank with the most: fpdt's q, k, v, result and gradient,
+    log-sum-exp, and dq in fp32 of all chunks but the first, whose own is done before it is kept.
 
     Args:
-        rows: local tokens of the batch. width: H*d. heads: H.
+        tokens: of the whole sequence. rows: sequences. ranks: sp_size. heads, kv_heads: H and K of all ranks.
     """
-    return rows * (width * (5 * itemsize + 4) + heads * 4) if method.name == "fpdt" else 0
+    if method.name != "fpdt":
+        return 0
+    layout = method.layout(ranks)
+    chunks = layout.chunks(tokens)
+    (shares, *_) = HeadSchedule(heads, kv_heads, ranks, -(-heads // ranks) * ranks).table
+    h, n = (max(len(part) for part in parts) for parts in zip(*((share.q_heads, share.kv_arriving) for share in shares)))
+    a_token = head_dim * itemsize * (3 * h + 2 * n) + 4 * h
+    kept = rows * layout.padded(tokens)
+    return kept * a_token + kept // chunks * (chunks - 1) * h * head_dim * 4
 
 
 def check(method: MethodConfig, upipe: Any, memory: Any) -> None:
