@@ -1,5 +1,6 @@
 """Figures, results and claims are what records and published numbers say, each value under its own mark."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -146,6 +147,22 @@ def test_new_records_need_no_new_code(folder, sources):
     found = values.pick(rows["multinode"], mark="predicted", metric="throughput over Ulysses")
     assert [(r.value, r.setting) for r in found if ", new, " in r.source] == [(1.0, "8u2r, paper's set-up")] * 2
     assert [round(off, 3) for row, off in planner.errors(rows["planner"]) if ", new, " in row.source] == [10.0, 0.0]
+
+
+def test_a_point_s_prediction_is_the_last_before_it_or_the_first_after(sources):
+    """And of whole models peaks are those above the states, whatever other engines the process held."""
+    (true,) = [r for r in sources.records if r["experiment"] == "stack" and r["method"] == "ulysses" and r["tokens"] == 2**20]
+    said = next(r for r in sources.every if r["provenance"] == "predicted" and r.get("point") == true["point"])
+    day = true["date"][:8]
+
+    def peaks(*days):
+        every = [said | {"date": f"{day}{n}T00:00:00Z", "peak_above_states_gib": float(n)} for n in days]
+        found = planner.rows(dataclasses.replace(sources, records=[true], every=every, published=[]))
+        assert not values.pick(found, metric="peak")
+        return [row.value for row in values.pick(found, mark="predicted", metric="peak_above_states")]
+
+    assert true["date"][8:10] == "30"
+    assert peaks(28, 29, 31) == [29.0] and peaks(31, 32) == [31.0] and peaks() == []
 
 
 def test_out_of_memory_is_written_and_nothing_measured_is_said(sources):

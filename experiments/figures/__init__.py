@@ -75,7 +75,8 @@ FAMILIES = {
     ),
     "planner": Family(
         "The planner against measurements and published numbers",
-        "Each point is a prediction over the true value. Attention rates of the planner come from the same machine as the measured blocks.",
+        "Each point is a prediction over the true value: of whole models the last that was recorded before they were measured, or else the "
+        "first, and their peaks above the states. Attention rates of the planner come from the same machine as the measured blocks.",
         planner.rows, planner.draw,
     ),
     "glm": Family(

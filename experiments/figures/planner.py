@@ -17,7 +17,7 @@ from experiments.figures import style
 from experiments.figures.throughput import whole_models
 from experiments.figures.values import METRICS, Row, Sources, from_record, from_reported, grouped, model_of, our_method, pick, stack_of
 
-COMPARED = ("step_time", "throughput", "peak", "peak_above_inputs")
+COMPARED = ("step_time", "throughput", "peak", "peak_above_states", "peak_above_inputs")
 MARKERS = ("s", "^", "D", "v", "P", "X", "h")
 AIMS = {"time": 15, "memory": 5}
 """Percent, of docs/plan.md."""
@@ -29,16 +29,23 @@ def rows(sources: Sources) -> list[Row]:
 
 
 def _measured(sources: Sources) -> list[tuple[Row, Row]]:
-    predicted = {_key(r, r.get("of", r["experiment"])): r for r in sources.records if r["provenance"] == "predicted"}
+    predicted: dict[tuple, list[dict[str, Any]]] = {}
+    for r in sources.every:
+        if r["provenance"] == "predicted":
+            predicted.setdefault(_key(r, r.get("of", r["experiment"])), []).append(r)
     pairs = []
     for record in sources.records:
         if record["provenance"] != "measured" or record["outcome"] != "ok":
             continue
-        plan = predicted.get(_key(record, record["experiment"]))
+        said_of_it = predicted.get(_key(record, record["experiment"]), [])
+        # The last said before it was measured, or else the first: what has seen the measurement is no prediction of it.
+        plan = next((r for r in reversed(said_of_it) if r["date"] < record["date"]), said_of_it[0] if said_of_it else None)
         own = record.get("predicted")
         if plan is None and isinstance(own, dict) and _same_gpu(record, own):
             plan = record | {METRICS[m][0]: own.get(METRICS[m][0]) for m in COMPARED} | {"provenance": "predicted"}
         for metric in COMPARED if plan is not None else ():
+            if metric == "peak" and None not in (record["peak_above_states_gib"], plan.get("peak_above_states_gib")):
+                continue        # it has the states of every engine that the process held, which is no error of the plan
             true, said = from_record(record, metric), from_record(plan, metric)
             if None not in (true.value, said.value):
                 pairs.append((true, dataclasses.replace(said, setting=true.setting, kernel=true.kernel, width=true.width)))
@@ -82,7 +89,7 @@ def errors(found: list[Row]) -> list[tuple[Row, float]]:
 def draw(found: list[Row]) -> Figure:
     figure, axes = style.figure(1, 2, 10, 4.8)
     shapes: dict[str, int] = {}
-    kinds = (("time", ("step_time", "throughput")), ("memory", ("peak", "peak_above_inputs")))
+    kinds = (("time", ("step_time", "throughput")), ("memory", ("peak", "peak_above_states", "peak_above_inputs")))
     for axis, (kind, metrics) in zip(axes[0], kinds):
         mine = [(row, off) for row, off in errors(found) if row.metric in metrics]
         aim = AIMS[kind]
