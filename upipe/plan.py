@@ -342,8 +342,8 @@ class Prediction:
 
     @property
     def step_host_gib(self) -> float:
-        """What a step itself holds on a node's host: no optimizer, staging or system."""
-        return sum(self.host[name] for name in ("layer inputs", "attention outputs", "working tensors", "attention chunks"))
+        """What a step itself holds on a node's host, the ring that pageable copies go through with it: no optimizer or system."""
+        return sum(self.host[name] for name in ("layer inputs", "attention outputs", "working tensors", "attention chunks", "staging"))
 
     @property
     def device_gib(self) -> float:
@@ -594,7 +594,8 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
     states = state_bytes(run, sizes.parameters, machine.world)
     buckets = 2 * zero["reduce_bucket_size"] * itemsize if run.train.zero_stage else 0
     gathered = head = late = 0
-    if run.train.zero_stage == 3:
+    # One rank has every parameter whole: DeepSpeed uses its partition as it lies and gathers nothing.
+    if run.train.zero_stage == 3 and machine.world > 1:
         gathered = itemsize * (max(zero["stage3_max_live_parameters"], sizes.layer_parameters) + zero["stage3_prefetch_bucket_size"])
         head = itemsize * sizes.vocab_size * sizes.hidden_size
         if zero["stage3_prefetch_bucket_size"] and layers > 1 and not case.fused:
