@@ -85,7 +85,8 @@ FACTOR = 1.2
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is trained; see the module for what is written. Defaults are upipe's with everything on.
+    """How a model is trained; see the module for what is written. Defaults are upipe's with everything on, but for blocks of attention
+    calls, which are off.
 
     host_layers: attention outputs on the host: of no layer (0), of so many, or of all (None).
     heads_per_stage: U; None: P; -1: all heads.

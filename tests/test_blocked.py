@@ -211,7 +211,7 @@ def test_where_dq_may_not_lie_over_out():
     ("auto", "auto", "reference in blocks as measured"), ("auto", "none", "reference, forward in blocks as measured"),
 ])
 def test_said_in_words(forward, backward, words):
-    assert str(in_blocks(ReferenceAttention(), forward, backward)) == words
+    assert str(BlockedAttention(ReferenceAttention(), forward, backward)) == words
 
 
 @pytest.mark.parametrize("tokens", [0, -1, True, 1.5, "wide", None])
@@ -268,6 +268,7 @@ def test_auto_runs_what_the_table_says(monkeypatch):
                          "forward of 16 in blocks of 8)")
     table.clear()
     kernel = Counted()
+    assert in_blocks(kernel, "auto", "none") is kernel
     run(in_blocks(kernel, "auto", "auto"), *inputs(1, 16, 2, 1, 8))
     assert [call[2] for call in kernel.calls] == [16, 16]
 
@@ -281,7 +282,7 @@ def test_settings_are_read_from_yaml():
     for text, value in (("64K", 65536), (100, 100), ("auto", "auto"), ("none", "none")):
         config = from_mapping(upipe.UPipeConfig, {"kernel_block_tokens": text, "kernel_block_tokens_backward": text}, folder=".")
         assert (config.kernel_block_tokens, config.kernel_block_tokens_backward) == (value, value)
-    assert upipe.UPipeConfig() == upipe.UPipeConfig(kernel_block_tokens="none", kernel_block_tokens_backward="none")
+    assert upipe.UPipeConfig() == upipe.UPipeConfig(kernel_block_tokens="auto", kernel_block_tokens_backward="none")
     with pytest.raises(ConfigError, match="kernel_block_tokens"):
         from_mapping(upipe.UPipeConfig, {"kernel_block_tokens": "wide"}, folder=".")
 
@@ -301,6 +302,7 @@ def test_refused_before_the_first_step(settings, says):
 
 def test_torch_s_own_context_parallel_takes_none():
     check_stages(MethodConfig("ulysses"), upipe.UPipeConfig(kernel_block_tokens=64))
+    check_stages(MethodConfig("native"), upipe.UPipeConfig())
     for field in ("kernel_block_tokens", "kernel_block_tokens_backward"):
         with pytest.raises(ValueError, match=f"upipe.{field}=64 with method=native: torch calls its kernels itself"):
             check_stages(MethodConfig("native"), upipe.UPipeConfig(**{field: 64}))
@@ -361,7 +363,8 @@ def test_the_planner_counts_them():
         run = plan.request("llama3-8b", 524288, 8, words)
         return plan.predict(run, plan.Machine.parse("8xH200"), only_here=True)
 
-    single = predicted()
+    single = predicted("upipe.kernel_block_tokens=none")
+    assert ", cudnn, forward in blocks as measured\n" in predicted().text() and kernel_blocks.measured("NVIDIA H200", "cudnn")
     blocks = predicted("upipe.kernel_block_tokens=128K", "upipe.kernel_block_tokens_backward=128K")
     assert blocks.phases["backward"] > single.phases["backward"] and blocks.phases["loss"] == single.phases["loss"]
     assert ", cudnn in blocks of 128K\n" in blocks.text() and ", cudnn\n" in single.text()

@@ -271,9 +271,11 @@ def test_on_a_gpu_in_bf16(terms, implementation):
     untiled = grads_of(definition((hidden @ weight.T).float(), labels, terms), (hidden, weight), 1 / 2991)
     got = tiled_loss_sum(hidden, weight, labels, None, terms, 128, implementation=implementation)
     assert_close("loss", got, want, 1e-5 if implementation == "tiled" else 1e-3)
-    # hidden's gradient is rounded twice, where it is made and where it is scaled: 1.12 was seen on an H200.
+    # hidden's gradient is rounded twice, where it is made and where it is scaled: 1.12 was seen on an H200. Liger's is no better than
+    # 1.26, which the docs say; it is not the default.
+    bound = {"tiled": 1.2, "liger": 1.3}[implementation]
     for name, t, u, r in zip(("hidden", "weight"), grads_of(got, (hidden, weight), 1 / 2991), untiled, right):
-        assert relative_error(t, r) <= 1.2 * relative_error(u, r), name
+        assert relative_error(t, r) <= bound * relative_error(u, r), name
 
 
 @pytest.mark.gpu

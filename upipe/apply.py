@@ -45,10 +45,10 @@ class UPipeConfig:
 
     Args:
         sp_size: processes that share a sequence; a divisor of the world size. 1 works: heads still go in groups.
-        kernel_block_tokens: whether a kernel's causal forward over a long sequence is cut into blocks of so many tokens: "none", one
-            call; a number; "auto", in what was measured to be fastest on this GPU (`upipe.kernel_blocks`), one call where nothing
-            was. `upipe.blocked` says what it holds.
-        kernel_block_tokens_backward: the same of the backward.
+        kernel_block_tokens: whether a kernel's causal forward over a long sequence is cut into blocks of so many tokens: "auto", in
+            what was measured to be fastest on this GPU (`upipe.kernel_blocks`), one call where nothing was; "none", one call; a
+            number. `upipe.blocked` says what it holds.
+        kernel_block_tokens_backward: the same of the backward, where blocks hold more ("none" unless set).
         ring_degree: R, how many of sp_size's factors are a ring; a divisor of it. The other, P = sp_size / R, is the Ulysses degree,
             over which heads go in groups. Every rank has S / sp_size tokens either way. For more nodes than one: Ulysses
             inside a node (P must divide its processes), the ring across; `upipe.zigzag` says which tokens a rank has.
@@ -77,7 +77,7 @@ class UPipeConfig:
     overlap: bool = True
     dx: Literal["gemm", "bf16"] = "gemm"
     shard_eval: bool = True
-    kernel_block_tokens: Length | Literal["none", "auto"] = "none"
+    kernel_block_tokens: Length | Literal["none", "auto"] = "auto"
     kernel_block_tokens_backward: Length | Literal["none", "auto"] = "none"
 
     @property

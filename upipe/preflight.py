@@ -80,7 +80,7 @@ def check_kernel_blocks(config) -> None:
         except ValueError as error:
             raise PreflightError(f"{name}: {error}") from None
     asked = [kernel for kernel in kernels.KERNELS if kernel.name == config.kernel]
-    if asked and not config.kernel_block_tokens == config.kernel_block_tokens_backward == "none":
+    if asked and any(isinstance(tokens, int) for tokens in (config.kernel_block_tokens, config.kernel_block_tokens_backward)):
         try:
             ring.full_of(asked[0])
         except ValueError as error:
