@@ -592,9 +592,9 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
     zero = deepspeed_config(run.train, run.memory, cuda=True, layer_parameters=sizes.layer_parameters)["zero_optimization"]
     itemsize, u, layers = 2 if case.dtype == "bf16" else 4, plan.input_bytes, sizes.layers
     states = state_bytes(run, sizes.parameters, machine.world)
-    buckets = 2 * zero["reduce_bucket_size"] * itemsize if run.train.zero_stage else 0
+    # One rank has every parameter whole: DeepSpeed uses its partition as it lies, gathers nothing, and has no second bucket to reduce into.
+    buckets = (2 if machine.world > 1 else 1) * zero["reduce_bucket_size"] * itemsize if run.train.zero_stage else 0
     gathered = head = late = 0
-    # One rank has every parameter whole: DeepSpeed uses its partition as it lies and gathers nothing.
     if run.train.zero_stage == 3 and machine.world > 1:
         gathered = itemsize * (max(zero["stage3_max_live_parameters"], sizes.layer_parameters) + zero["stage3_prefetch_bucket_size"])
         head = itemsize * sizes.vocab_size * sizes.hidden_size
