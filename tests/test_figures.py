@@ -189,6 +189,17 @@ def test_a_breakdown_adds_up_to_the_profiled_window(sources):
         assert sum(split.values()) == pytest.approx(profile["window_ms"], rel=1e-6)
 
 
+def test_no_two_points_of_a_group_have_one_label():
+    """Or a figure would stack them in one bar: inputs not offloaded, attention in blocks."""
+    points = {}
+    for record in records.load(Path(command.__file__).parents[1] / "results" / "stack.jsonl"):
+        group = tuple(record[name] for name in ("model", "layers", "gpus", "sp", "tokens", "method", "kernel"))
+        points.setdefault((*group, values.setting_of(record)), set()).add(record["point"])
+    assert len(points) > 20 and not [(key, names) for key, names in points.items() if len(names) > 1]
+    told = {key[-1] for key in points}
+    assert {"output on host, inputs on device", "output on host", "output on device, U=4, attention in blocks"} <= told
+
+
 def test_an_unknown_figure_is_refused_by_name(capsys):
     assert command.main(["tabel3"]) == 2
     assert "no figure 'tabel3'" in capsys.readouterr().err

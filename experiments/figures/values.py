@@ -138,7 +138,8 @@ def stack_of(record: dict[str, Any]) -> str | None:
 
 
 def setting_of(record: dict[str, Any]) -> str:
-    """What a reader needs to tell records of one method apart: stack, place of the attention output, overlap, stage width."""
+    """What a reader needs to tell records of one method apart: stack, where attention output and layers' inputs are, overlap, stage
+    width, blocks of attention calls."""
     stack = stack_of(record)
     words, whole = [{"paper": "paper's set-up", "ours": "this stack"}.get(stack, stack)], stack is not None
     if record["method"] == "upipe":
@@ -149,6 +150,9 @@ def setting_of(record: dict[str, Any]) -> str:
         words += [f"U={record['heads_per_stage']}"] if widest else []
     words += ["fused layers"] if record.get("fused") else []
     words += ["pageable"] if record["offload"] == "pageable" and not whole else []
+    if record.get("scope") == "model" and not whole:
+        words += ["inputs on device"] if record["offload"] == "none" else []
+        words += ["attention in blocks"] if ",blocks" in f",{record.get('setting', '').partition(':')[2]}" else []
     words += ["memory only"] if record.get("memory_only") else []
     return ", ".join(str(word) for word in words if word)
 
