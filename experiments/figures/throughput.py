@@ -115,6 +115,7 @@ def draw_2gpu(found: list[Row]) -> Figure:
     labels = (("throughput", "throughput (tokens/s/GPU)"), ("peak_above_states", "peak above states (GiB/GPU)"))
     for axis, (metric, text) in zip((left, right), labels):
         axis.set_xlabel(text)
+        axis.locator_params(axis="x", nbins=4)
         axis.set_xlim(0, 1.35 * max([row.value or 0 for row in pick(found, metric=metric)] + [1e-9]))
         axis.grid(axis="y", visible=False)
     style.mark_legend(
