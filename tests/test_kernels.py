@@ -3,8 +3,10 @@ kernels of packages that are not here against stand-ins with the packages' param
 
 import importlib
 import itertools
+import json
 import resource
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -480,16 +482,36 @@ def test_dq_over_out_is_refused_by_a_kernel_that_may_read_out_later(install):
 
 
 def test_backward_bytes():
-    """Multiples of tokens*d*2 bytes as measured on an H200 (2.0 and 5.0 for one head); the rest by FlashAttention-4's source."""
+    """Multiples of tokens*d*2 bytes as measured on an H200 (2.0 and 5.0 for one head); the rest by FlashAttention-4's source, and
+    cuDNN's number a query."""
     tokens, d = 2**20, 128
     unit = tokens * d * 2
     fa4, cudnn, flash, plain = kernels.KERNELS[:4]
     assert fa4.backward_bytes(tokens, 1, 1, d) == pytest.approx(2 * unit, rel=0.02)
     assert fa4.backward_bytes(tokens, 8, 8, d) == pytest.approx(16 * unit, rel=0.02)
     assert fa4.backward_bytes(tokens, 8, 2, d) == pytest.approx((16 + 8) * unit, rel=0.02)
-    assert cudnn.backward_bytes(tokens, 3, 3, d) == 15 * unit
-    assert cudnn.backward_bytes(tokens, 4, 1, d) == 22 * unit and cudnn.backward_bytes(tokens, 16, 4, d) == 88 * unit
+    assert cudnn.backward_bytes(tokens, 3, 3, d) == 15 * unit + 4 * 3 * tokens
+    assert cudnn.backward_bytes(tokens, 16, 4, d) == 88 * unit + 4 * 16 * tokens
     assert [kernel.backward_bytes(tokens, 4, 1, d) for kernel in (flash, plain)] == [None] * 2
+
+
+def test_cudnns_backward_holds_what_was_measured():
+    """Of each single call of `experiments.kernel_blocks` on an H200, to 1 KiB: the seed that it is called with."""
+    path = Path(__file__).parents[1] / "experiments" / "results" / "kernel_blocks.jsonl"
+    single = [r for r in map(json.loads, path.read_text().splitlines()) if r["kernel"] == "cudnn" and r["block_tokens"] is None]
+    assert {(r["heads"], r["kv_heads"]) for r in single} == {(2, 1), (4, 1), (16, 4)}
+    for r in single:
+        stated = kernels.CudnnAttention().backward_bytes(r["tokens"], r["heads"], r["kv_heads"], r["head_dim"])
+        assert 0 <= r["backward_extra_bytes"] - stated <= 1024, r["point"]
+
+
+@pytest.mark.parametrize("heads, kv_heads, of_queries, of_keys", [(4, 1, 12, 10), (3, 3, 9, 6)])
+def test_cudnns_backward_of_other_keys_than_queries(heads, kv_heads, of_queries, of_keys):
+    """By its source. Multiples of d*2 bytes a token: of the queries dq and an fp32 sum of it, of the keys dk and dv, with grouped heads
+    of each query head as well; and a number a query."""
+    for queries, keys in ((512, 1024), (1024, 512), (1024, 1024)):
+        stated = kernels.CudnnAttention().backward_bytes(queries, heads, kv_heads, 128, keys)
+        assert stated == (of_queries * queries + of_keys * keys) * 128 * 2 + 4 * heads * queries
 
 
 # The choice

@@ -96,6 +96,13 @@ def test_torchs_ring_gathers_keys_and_sums_in_fp32():
     assert native.forward[0] - gathered > 0 and native.backward[0] > ring.backward[0]
 
 
+def test_torchs_ring_over_two_ranks():
+    """Slope of a backward of Llama3-8B under cuDNN. Four layers on two H200s have one u more, the input that is prefetched (20.85 u from
+    128K to 512K, experiments/results/stack.jsonl). The peak is in the second rank's call of half the keys: 1.25 u less than a whole one."""
+    found, _ = line(Case(shape("llama3-8b"), 1, "cudnn", **TILES, ring=2, method="native"), "backward", (131072, 262144))
+    assert found == pytest.approx(19.85, abs=0.02)
+
+
 def test_fpdt_keeps_on_the_host_what_the_plan_counts_and_little_on_the_device():
     """Its q, k, v, result, gradient, log-sum-exp and fp32 dq, to the byte."""
     case = Case(shape_of(hf_config(SMALL)), 2, "fa4", method="fpdt", chunk_tokens=4096)

@@ -290,9 +290,12 @@ class CudnnAttention(Kernel):
         return None
 
     def backward_bytes(self, tokens: int, heads: int, kv_heads: int, head_dim: int, keys: int | None = None) -> int:
-        """See `Kernel`. Measured on an H200: 5.0 times tokens*d*2 bytes a query head, three of them its own dq, dk, dv; with 2 to 16
-        query heads, two or four to a kv head, 2.0 more a kv head (blocks at U = 4 to 32, experiments/results/block.jsonl)."""
-        return (5 * heads + 2 * kv_heads * (heads > kv_heads)) * max(tokens, keys or 0) * head_dim * 2
+        """See `Kernel`. As long as the queries: dq, an fp32 sum of it and an fp32 number a query. As long as the keys: dk and dv and,
+        with fewer kv heads than query heads, both of every query head, before they are added up (include/cudnn_frontend/node/
+        scaled_dot_product_flash_attention.h of NVIDIA/cudnn-frontend). With as many keys as queries measured on an H200, to 1 KiB
+        (experiments/results/kernel_blocks.jsonl); with other numbers by the source."""
+        of_keys = kv_heads + (heads if heads > kv_heads else 0)
+        return heads * tokens * (6 * head_dim + 4) + of_keys * (tokens if keys is None else keys) * 4 * head_dim
 
     def heads_at_once(self, rows: int, tokens: int, heads: int, kv_heads: int, head_dim: int) -> int | None:
         """See `Kernel`; calls of at most `most` elements of q."""
