@@ -177,7 +177,7 @@ def stack_point(record: dict[str, Any], prediction: Prediction, earlier: list[di
     if makes_moments(record, list(earlier), prediction):
         above, name = above_first_states(prediction), f"{name}, Adam's moments made in it"
     return Point(
-        name, False, {"peak": record["peak_above_states_gib"], "host": record["host_pinned_gib"], "time": record["time_s"]},
+        name, False, {quantity: forecast.measured(record)[quantity] for quantity in ("peak", "host", "time")},
         {"peak": above, "host": prediction.step_host_gib, "time": prediction.time_s},
     )  # fmt: skip
 

@@ -226,7 +226,7 @@ def judge(found: list[dict[str, Any]]) -> tuple[list[Judged], list[str]]:
             name = f"{MODEL_NAMES.get(record['model'], record['model'])}, {record['layers']} layers, {record['setting']}, "
             name += f"{record['kernel']}, {format_tokens(record['tokens'])}"
             judged.append(Judged(
-                name, last["part"], last["constants"], last["commit"], (record["outcome"], last["outcome"]), _values(record), _values(last)
+                name, last["part"], last["constants"], last["commit"], (record["outcome"], last["outcome"]), measured(record), measured(last)
             ))  # fmt: skip
         elif record["date"] > begun:
             without.append(point)
@@ -236,7 +236,8 @@ def judge(found: list[dict[str, Any]]) -> tuple[list[Judged], list[str]]:
 MODEL_NAMES = {"llama3_8b": "Llama3-8B", "qwen3_32b": "Qwen3-32B"}
 
 
-def _values(record: dict[str, Any]) -> dict[str, float | None]:
+def measured(record: dict[str, Any]) -> dict[str, float | None]:
+    """Of a record of `experiments.stack`, or a forecast of one: GiB above states and on the host, page-locked or not; seconds."""
     host = None if record["host_pinned_gib"] is None else record["host_pinned_gib"] + (record["host_pageable_gib"] or 0.0)
     return {"peak": record["peak_above_states_gib"], "host": host, "time": record["time_s"], "states": record["states_gib"]}
 

@@ -281,7 +281,8 @@ def test_small_variants_run(tmp_path, name):
     assert len(made) == len(points.expand(points.read(path, variant), path.parent))
     for r in made:
         assert r["outcome"] == "ok" and r["loss"] == pytest.approx(math.log(256), abs=0.2), r["reason"]
-        assert "fits" in r["predicted"]
+        # These train in fp32, which the planner has no kernel of a GPU for, and says so.
+        assert "fits" in r["predicted"] or r["predicted"]["declined"].startswith("train.dtype=fp32"), r["predicted"]
 
 
 @pytest.mark.slow
