@@ -226,7 +226,8 @@ def judge(found: list[dict[str, Any]]) -> tuple[list[Judged], list[str]]:
             name = f"{MODEL_NAMES.get(record['model'], record['model'])}, {record['layers']} layers, {record['setting']}, "
             name += f"{record['kernel']}, {format_tokens(record['tokens'])}"
             judged.append(Judged(
-                name, last["part"], last["constants"], last["commit"], (record["outcome"], last["outcome"]), measured(record), measured(last)
+                name, last["part"], last["constants"], last["commit"], (record["outcome"], last["outcome"]), measured(record),
+                measured(last),
             ))  # fmt: skip
         elif record["date"] > begun:
             without.append(point)
