@@ -28,6 +28,7 @@ from typing import Any
 from experiments import points, stack
 from experiments.runs import command_line, exit_status, made_by
 from experiments.stack_methods import METHODS, MODELS, Setting
+from experiments.table import supersedes
 from upipe import plan, records
 from upipe.build import ModelConfig, hf_config
 from upipe.config import ConfigError, from_mapping
@@ -215,7 +216,12 @@ def judge(found: list[dict[str, Any]]) -> tuple[list[Judged], list[str]]:
     """Of records of both kinds: measured points with a forecast older than them, the last measurement of each; and the points that
     were measured after the first forecast without one of their own."""
     said = forecasts_in(found)
-    ran = {r["point"]: r for r in found if r["provenance"] == "measured" and r["experiment"] == "stack" and not r["memory_only"]}
+    ran: dict[str, dict[str, Any]] = {}
+    for r in found:
+        if r["provenance"] != "measured" or r["experiment"] != "stack" or r["memory_only"]:
+            continue
+        if r["point"] not in ran or supersedes(r, ran[r["point"]]):
+            ran[r["point"]] = r
     begun = min((r["date"] for r in said), default="9")
     judged, without = [], []
     for point, record in ran.items():

@@ -16,13 +16,15 @@ For each lever single optimizer steps are run in this process: two short ones, t
 gives, and from there up or down until lengths --grain tokens apart do and do not fit. A step that runs out of memory ends in
 OutOfMemoryError; its engine is thrown away and made anew. With --memory-only attention allocates what the kernel does and
 computes nothing, so that long lengths take seconds; the record says so.
-One record a lever is appended to ladder.jsonl: the longest length that trained, its peak, and every length that was tried.
+One record a lever is appended to ladder.jsonl: the longest length that trained, its peak, and every length that was tried. Where
+--time-limit, SIGTERM, SIGINT or an error ends a search early, its record says so (search_complete, cut_off) and has what is known.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +36,7 @@ import torch.distributed as dist
 
 import upipe
 from experiments.block_report import _aligned
-from experiments.runs import command_line, exit_status, last_run, new_run_id
+from experiments.runs import begun, command_line, ended_early, exit_status, last_run, new_run_id
 from experiments.stack_methods import (
     METHODS,
     MODELS,
@@ -175,28 +177,37 @@ class Ladder:
         run_id: of its records.
         made_with: fields of `environment`.
         arithmetic: (setting, tokens) -> bytes: stands for the memory where there is no GPU. The steps run all the same.
+        started: what --time-limit counts from, of time.perf_counter(); by default now.
     """
 
     def __init__(
         self, options: argparse.Namespace, run_id: str, made_with: dict[str, Any],
-        arithmetic: Callable[[Setting, int], float] | None = None,
+        arithmetic: Callable[[Setting, int], float] | None = None, started: float | None = None,
     ) -> None:
         self.options, self.run_id, self.made_with, self.arithmetic = options, run_id, made_with, arithmetic
         self.preset = PRESETS[options.preset]
         self.lead, self.cuda = dist.get_rank() == 0, torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
         self.kernel = named_kernel(options.kernel)
-        self.ranks = Together(run_id)
+        self.ranks = Together(run_id, started=started)
         self.done: list[dict[str, Any]] = []
         self.engine: Engine | None = None
         self.ballast: list[torch.Tensor] = []
         self.left = 0
+        # What is being searched, and what was found of it up to now, for a record that another thread makes.
+        self.now: tuple[Rung, Setting, Shape] | None = None
+        self.peaks: dict[int, float | None] = {}
+        self.lock = threading.Lock()
 
     def say(self, text: str) -> None:
         if self.lead:
             print(text, flush=True)
 
     def run(self) -> None:
+        with ended_early(self.cut_off):
+            self.climb()
+
+    def climb(self) -> None:
         rungs = [rung for rung in self.preset.rungs if not self.options.rungs or rung.label in self.options.rungs]
         first = self.options.first
         for rung in rungs:
@@ -209,6 +220,8 @@ class Ladder:
         sp = 1 if setting.name == "plain" else dist.get_world_size()
         shape = Shape(self.options.model, self.options.layers, sp, self.options.dtype, self.options.optimizer)
         self.facts: dict[int, dict[str, Any]] = {}
+        with self.lock:
+            self.now, self.peaks = (rung, setting, shape), {}
         options = self.options
         found = search(lambda tokens: self.probe(rung, setting, shape, tokens), self.cap, options.grain, first, options.most)
         self.close()
@@ -224,7 +237,7 @@ class Ladder:
     def probe(self, rung: Rung, setting: Setting, shape: Shape, tokens: int) -> float | None:
         """One step -> reserved bytes at its peak, of the rank with most; None where it does not fit on some rank."""
         # An engine takes about as long to make as a step.
-        if self.ranks.seconds() + 15 * self.cuda > self.options.time_limit:
+        if self.ranks.no_time_for(15.0 * self.cuda, self.options.time_limit):
             self.say(f"{rung.label}: --time-limit leaves no time for {format_tokens(tokens)}")
             raise TimeIsUp
         failed, fact = None, {}
@@ -237,10 +250,14 @@ class Ladder:
             traceback.clear_frames(error.__traceback__)
         every = self.ranks.every((failed, fact))
         if any(row[0] for row in every):
+            with self.lock:
+                self.peaks[tokens] = None
             self.close()
             self.say(f"{rung.label}: {format_tokens(tokens)} does not fit in {self.options.cap:g} GiB")
             return None
-        facts = self.facts[tokens] = max((row[1] for row in every), key=lambda row: row["reserved"])
+        facts = max((row[1] for row in every), key=lambda row: row["reserved"])
+        with self.lock:
+            self.facts[tokens], self.peaks[tokens] = facts, facts["reserved"]
         self.say(f"{rung.label}: {format_tokens(tokens)} fits, {facts['reserved'] / 2**30:.2f} GiB reserved")
         return facts["reserved"]
 
@@ -306,10 +323,13 @@ class Ladder:
             engine.close()
         forget_caches(self.device)
 
-    def record(self, rung: Rung, setting: Setting, shape: Shape, found: Found) -> Record:
+    def record(self, rung: Rung, setting: Setting, shape: Shape, found: Found, cut_off: str | None = None) -> Record:
+        """cut_off: what ended the search before it was complete, if not --time-limit."""
         options, preset, ours = self.options, self.preset, setting.name == "upipe"
         config = hf_config(shape.config)
         rank_count = dist.get_world_size()
+        if cut_off is None and not found.complete:
+            cut_off = f"--time-limit {options.time_limit:g}"
         simulated = f"simulated: allocates what {self.kernel.name} does, answers zeros"
         made = Record(
             run_id=self.run_id, experiment="ladder", method="none" if shape.sp_size == 1 and not ours else METHODS[setting.name],
@@ -321,7 +341,7 @@ class Ladder:
             extra={
                 "point": f"{options.preset}-{rung.label}", "scope": "model", "preset": options.preset, "rung": rung.label,
                 "setting": str(setting), "longest_tokens": found.longest, "shortest_that_does_not_fit": found.shortest_not,
-                "search_complete": found.complete, "grain": options.grain, "most": options.most, "cap_gib": options.cap,
+                "search_complete": found.complete, "cut_off": cut_off, "grain": options.grain, "most": options.most, "cap_gib": options.cap,
                 "memory_only": options.memory_only, "optimizer": options.optimizer, "hidden_size": config.hidden_size,
                 "attention": simulated if options.memory_only else "computed",
                 "tried": {format_tokens(n): None if peak is None else peak / 2**30 for n, peak in sorted(found.peaks.items())},
@@ -332,7 +352,7 @@ class Ladder:
         if found.longest == 0:
             made.outcome, made.reason = "oom_device", f"not even {format_tokens(options.grain)} fits in {options.cap:g} GiB"
         if not found.complete:
-            made.outcome, made.reason = "timeout", f"the search was cut off by --time-limit {options.time_limit:g}"
+            made.outcome, made.reason = "timeout", f"the search was cut off by {cut_off}"
         fact = self.facts.get(found.longest)
         if fact is None:
             return made
@@ -353,7 +373,24 @@ class Ladder:
             made.peak_units = made.peak_above_states_gib / u
         return made
 
+    def cut_off(self, why: str) -> None:
+        """Append the record of the search that is being made, if a step of it was. Waits for no rank and no device."""
+        with self.lock:
+            if self.now is None or not self.peaks:
+                return
+            fits = [tokens for tokens, peak in self.peaks.items() if peak is not None]
+            shortest_not = min((tokens for tokens, peak in self.peaks.items() if peak is None), default=None)
+            found = Found(max(fits, default=0), shortest_not, False, dict(self.peaks))
+            now, self.now = self.now, None
+            self.append(self.record(*now, found, why))
+            self.say(f"{now[0].label}: cut off: {why}; {format_tokens(found.longest)} trains")
+
     def keep(self, record: Record) -> None:
+        with self.lock:
+            self.now = None
+            self.append(record)
+
+    def append(self, record: Record) -> None:
         row = record.to_dict() | self.made_with
         self.done.append(row)
         if self.lead:
@@ -444,7 +481,7 @@ def parser() -> argparse.ArgumentParser:
     add("--first", default="16K", metavar="S", help="length to begin with (default: %(default)s)")
     add("--most", default="4M", metavar="S", help="longest length to try (default: %(default)s)")
     add("--time-limit", type=float, default=560.0, metavar="S",
-        help="begin no step after it; record what is known (default: %(default)g)")
+        help="from the start of the command: begin no step after it; record what is known (default: %(default)g)")
     add("--results", default="experiments/results", metavar="DIR", help="where ladder.jsonl is (default: %(default)s)")
     add("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
     add("--show", action="store_true", help="print the table of the preset's last run in --results; runs nothing")
@@ -499,12 +536,15 @@ def settle_ranks(options: argparse.Namespace, arithmetic: bool) -> None:
 
 
 def run(
-    options: argparse.Namespace, command: str, arithmetic: Callable[[Setting, int], float] | None = None
+    options: argparse.Namespace, command: str, arithmetic: Callable[[Setting, int], float] | None = None, started: float | None = None
 ) -> list[dict[str, Any]]:
-    """Search on every rank of the running world -> the records, as they were appended; rank 0 prints the table."""
+    """Search on every rank of the running world -> the records, as they were appended; rank 0 prints the table.
+
+    started: what --time-limit counts from, of time.perf_counter(); by default now.
+    """
     settle_ranks(options, arithmetic is not None)
     made_with = environment(command, options.commit, gpus=dist.get_world_size() if torch.cuda.is_available() else 0)
-    ladder = Ladder(options, new_run_id(), made_with, arithmetic)
+    ladder = Ladder(options, new_run_id(), made_with, arithmetic, started)
     ladder.run()
     what = f"{options.preset}, {options.model}, {options.layers} layers, {options.cap:g} GiB"
     ladder.say(f"\nrun {ladder.run_id}, {what}\n{table(ladder.done)}")
@@ -522,7 +562,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             settle(options)
             upipe.init_distributed()
-            found = run(options, command_line("experiments.ladder", arguments))
+            found = run(options, command_line("experiments.ladder", arguments), started=begun())
         if options.plot and (options.show or dist.get_rank() == 0):
             draw(found, options.plot)
         return 0

@@ -30,7 +30,11 @@ turn with the others. The step for memory also counts the bytes that
 attention sends to other ranks (`upipe.traffic`) and, with --profile on GPUs, the communication that no computation hides
 (`experiments.block_trace`).
 A setting that runs out of memory is recorded so, and left out from then on. One record a setting and length is appended to
-stack.jsonl, all of a call under one run_id.
+stack.jsonl, all of a call under one run_id: with --once, --apart or --memory-only when the setting is through, otherwise when all
+have made their last round. --time-limit counts from the start of the command (torchrun's, where it is the launcher), and nothing
+begins that would end later if it took as long as the last of its kind. Where it, SIGTERM, SIGINT or an error ends the run early,
+what was measured is recorded: `cut_off` names what ended it, times_s has the rounds that were made, and is null where only the step for
+memory was.
 
 u = local tokens x hidden size x 2 bytes. GiB = 2**30 bytes. Throughput is tokens/s/GPU.
 """
@@ -43,7 +47,7 @@ import math
 import os
 import statistics
 import sys
-import time
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
@@ -54,7 +58,7 @@ import torch.distributed as dist
 import upipe
 from experiments import block_trace
 from experiments.block import timed
-from experiments.runs import command_line, exit_status, last_run, new_run_id
+from experiments.runs import begun, command_line, ended_early, exit_status, last_run, new_run_id
 from experiments.stack_methods import (
     METHODS,
     MODELS,
@@ -101,24 +105,34 @@ class Bench:
         options: of the command line.
         run_id: of its records.
         made_with: fields of `environment`.
+        started: what --time-limit counts from, of time.perf_counter(); by default now.
     """
 
-    def __init__(self, options: argparse.Namespace, run_id: str, made_with: dict[str, Any]) -> None:
+    def __init__(self, options: argparse.Namespace, run_id: str, made_with: dict[str, Any], started: float | None = None) -> None:
         self.options, self.run_id, self.made_with = options, run_id, made_with
         self.lead, self.cuda = dist.get_rank() == 0, torch.cuda.is_available()
         self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
         self.settings = [Setting.parse(text) for text in options.settings]
         self.shape = Shape(options.model, options.layers, options.sp, options.dtype, options.optimizer)
         self.kernel = named_kernel(options.kernel)
-        self.ranks = Together(run_id)
+        self.ranks = Together(run_id, started=started)
         self.engines: dict[tuple, Engine] = {}
         self.done: list[dict[str, Any]] = []
+        # What is measured and not yet in a record, copied after each step, for a record that another thread makes.
+        self.pending: dict[tuple[Setting, int], dict[str, Any]] = {}
+        self.lock = threading.Lock()
+        # Seconds of the last step, of the last engine made, and of the last steps for memory with their length.
+        self.took, self.build_took, self.memory_took = 0.0, 0.0, (1, 0.0)
 
     def say(self, text: str) -> None:
         if self.lead:
             print(text, flush=True)
 
     def run(self) -> None:
+        with ended_early(self.cut_off):
+            self.measure()
+
+    def measure(self) -> None:
         options = self.options
         if options.allocator_cap is not None:
             cap_allocator(options.allocator_cap, self.device)
@@ -137,10 +151,10 @@ class Bench:
         mine = [setting for setting in self.settings if setting.engine == key]
         if key in self.engines or not mine:
             return
-        started, before = time.perf_counter(), self.allocated()
+        started, before = self.ranks.elapsed(), self.allocated()
         engine = self.engines[key] = Engine(self.shape, mine, self.kernel)
         engine.own_bytes = self.allocated() - before
-        seconds = time.perf_counter() - started
+        seconds = self.build_took = self.ranks.elapsed() - started
         self.say(f"engine of {', '.join(map(str, mine))}: {seconds:.1f} s, {engine.own_bytes / 2**30:.2f} GiB a rank")
 
     def allocated(self) -> int:
@@ -150,18 +164,28 @@ class Bench:
         options = self.options
         measured = {}
         for setting in list(self.settings):
+            # Time grows with the length, or faster.
+            needed = self.memory_took[1] * max(1.0, tokens / self.memory_took[0])
+            needed += self.build_took if setting.engine not in self.engines else 0.0
+            if self.no_time_for(needed):
+                reason = f"the {options.time_limit:g} s of --time-limit were over, or would have been: the last one took {needed:.0f} s"
+                self.keep([self.failed(setting, tokens, "timeout", reason)])
+                continue
             if options.apart:
                 for key in [key for key in self.engines if key != setting.engine]:
                     self.engines.pop(key).close()
                 self.build(setting.engine)
-            if self.time_is_up(0.0):
-                self.keep([self.failed(setting, tokens, "timeout", f"the {options.time_limit:g} s of --time-limit were over")])
-                continue
+            started = self.ranks.elapsed()
             outcome = self.memory_step(setting, tokens)
             if isinstance(outcome, dict):
-                measured[setting] = outcome
-                if options.apart and not options.once and not options.memory_only:
-                    self.rounds(tokens, {setting: outcome})
+                self.memory_took = tokens, self.ranks.elapsed() - started
+                self.note(setting, tokens, outcome)
+                if options.once or options.memory_only:
+                    self.keep([self.record(setting, tokens, outcome)])
+                elif options.apart:
+                    self.keep(self.rounds(tokens, {setting: outcome}))
+                else:
+                    measured[setting] = outcome
                 continue
             self.say(f"{format_tokens(tokens)} {setting}: {outcome[0]}, {outcome[1]}")
             self.keep([self.failed(setting, tokens, *outcome)])
@@ -169,33 +193,45 @@ class Bench:
             self.settings.remove(setting)
             self.engines.pop(setting.engine).close()
             self.build(setting.engine)
-        if not options.once and not options.memory_only and not options.apart:
-            self.rounds(tokens, measured)
-        self.keep([self.record(setting, tokens, values) for setting, values in measured.items()])
+        if measured:
+            self.keep(self.rounds(tokens, measured))
 
-    def rounds(self, tokens: int, measured: dict[Setting, dict[str, Any]]) -> None:
-        order = list(measured)
-        last = 0.0
-        for _, setting in itertools.product(range(self.options.warmup), order):
-            last = self.step(setting, tokens, measured[setting])[0]
-        for turn in range(self.options.rounds):
+    def rounds(self, tokens: int, measured: dict[Setting, dict[str, Any]]) -> list[Record]:
+        """Warm-up and rounds, as far as --time-limit lets them -> a record a setting."""
+        cut_off = self.timed_steps(tokens, measured)
+        return [self.record(setting, tokens, values, cut_off) for setting, values in measured.items()]
+
+    def timed_steps(self, tokens: int, measured: dict[Setting, dict[str, Any]]) -> str | None:
+        """Steps in turn, whose times go to the settings' values -> what cut them off."""
+        options, order = self.options, list(measured)
+        last = {setting: values["step_took"] for setting, values in measured.items()}
+        limit = f"--time-limit {options.time_limit:g}"
+        for _, setting in itertools.product(range(options.warmup), order):
+            if self.no_time_for(last[setting]):
+                self.say(f"{format_tokens(tokens)}: {limit} leaves no time for a warm-up step of {setting}")
+                return limit
+            self.step(setting, tokens, measured[setting])
+            last[setting] = self.took
+        for turn in range(options.rounds):
             # Half a round tells nothing.
-            if self.time_is_up(last * len(order)):
-                self.say(f"{format_tokens(tokens)}: --time-limit leaves no time for round {turn + 1}")
-                break
+            if self.no_time_for(sum(last.values())):
+                self.say(f"{format_tokens(tokens)}: {limit} leaves no time for round {turn + 1}")
+                return limit
             for setting in (order[(turn + i) % len(order)] for i in range(len(order))):
                 seconds = self.step(setting, tokens, measured[setting])
                 measured[setting]["seconds"].append(seconds)
-                last = max(last, seconds[0])
+                last[setting] = self.took
+                self.note(setting, tokens, measured[setting])
                 parts = " + ".join(f"{value:.3f}" for value in seconds[1:4])
                 self.say(f"{format_tokens(tokens)} round {turn + 1}: {setting} {seconds[0]:.3f} s ({parts})")
+        return None
 
-    def time_is_up(self, needed: float) -> bool:
-        return self.ranks.seconds() + needed > self.options.time_limit
+    def no_time_for(self, needed: float) -> bool:
+        return self.ranks.no_time_for(needed, self.options.time_limit)
 
     def step(self, setting: Setting, tokens: int, values: dict[str, Any], kernel: kernels.Kernel | None = None) -> list[float]:
         """A step -> seconds as `experiments.block.timed` has them: the whole, forward, backward, optimizer, by the wall clock."""
-        engine = self.engines[setting.engine]
+        started, engine = self.ranks.elapsed(), self.engines[setting.engine]
         engine.activate(setting)
         engine.kernel = self.kernel if kernel is None else kernel
         batch = engine.batch(tokens)
@@ -209,6 +245,7 @@ class Bench:
         if kernel is None or self.options.memory_only:
             values["losses"].append(loss)
             values |= after
+        self.took = self.ranks.elapsed() - started
         return seconds
 
     def memory_step(self, setting: Setting, tokens: int) -> dict[str, Any] | tuple[str, str]:
@@ -233,7 +270,7 @@ class Bench:
             states = self.allocated(), torch.cuda.memory_reserved() if self.cuda else 0
             values["losses"].clear()
             seconds = self.watched_step(setting, tokens, values, zeros if self.options.memory_only else None)
-            values["first_s"] = seconds[0]
+            values["first_s"], values["step_took"] = seconds[0], self.took
             if self.options.once and not self.options.memory_only:
                 values["seconds"].append(seconds)
         except (RuntimeError, MemoryError, OSError) as error:
@@ -287,7 +324,8 @@ class Bench:
         record.outcome, record.reason = outcome, reason
         return record
 
-    def record(self, setting: Setting, tokens: int, values: dict[str, Any]) -> Record:
+    def record(self, setting: Setting, tokens: int, values: dict[str, Any], cut_off: str | None = None) -> Record:
+        """cut_off: what ended the run before all rounds were made."""
         record, memory, seconds = self.blank(setting, tokens), values["memory"], values["seconds"]
         losses = values["losses"]
         record.loss, record.grad_norm = losses[-1], values["grad_norm"]
@@ -299,7 +337,7 @@ class Bench:
             "trace": values.get("trace"),
             "attention_output_bytes": values["attention_output_bytes"], "gradients_shared": values.get("gradients_shared"),
             "first_s": None if self.options.memory_only else values["first_s"], "engine_gib": values["engine_bytes"] / 2**30,
-            "engines": values["engines"],
+            "engines": values["engines"], "cut_off": cut_off,
         }
         if seconds:
             record.times_s = [row[0] for row in seconds]
@@ -321,11 +359,37 @@ class Bench:
             record.extra |= {"unit_gib": unit, "reserved_above_states_gib": memory["reserved_above"] / 2**30}
         return record
 
+    def note(self, setting: Setting, tokens: int, values: dict[str, Any]) -> None:
+        """Remember what is known of a setting between two steps, for `cut_off`."""
+        copied = {key: list(value) if isinstance(value, list) else value for key, value in values.items()}
+        with self.lock:
+            self.pending[setting, tokens] = copied
+
+    def cut_off(self, why: str) -> None:
+        """Append a record of each setting that has none yet, of the steps that it made. Waits for no rank and no device: rank 0 has
+        what the slowest rank took, and the memory of the one with most, since each step's end."""
+        with self.lock:
+            left = list(self.pending.items())
+            self.pending.clear()
+            for (setting, tokens), values in left if self.lead else ():
+                try:
+                    self.append([self.record(setting, tokens, values, why)])
+                except records.RecordError as error:
+                    print(f"{format_tokens(tokens)} {setting}: {error}", file=sys.stderr, flush=True)
+            self.say(f"cut off: {why}; {len(self.done)} records of run {self.run_id}")
+
     def keep(self, made: list[Record]) -> None:
-        """Add what follows from several records, and append them."""
+        """Append finished records. One that cannot be written is not tried again."""
+        with self.lock:
+            for record in made:
+                self.pending.pop((Setting.parse(record.extra["setting"]), record.tokens), None)
+            self.append(made)
+
+    def append(self, made: list[Record]) -> None:
+        """Add what follows from them and the length's earlier records, and append them."""
         rows = [record.to_dict() for record in made]
         for row in rows:
-            row |= ratios(row, rows) | self.made_with
+            row |= ratios(row, [*self.done, *rows]) | self.made_with
             if self.lead:
                 records.append(row, self.options.results)
         self.done += rows
@@ -387,7 +451,8 @@ def parser() -> argparse.ArgumentParser:
     add("--profile", action="store_true", help="trace the step for memory: exposed communication (GPUs)")
     add("--memory-only", action="store_true", help="no times; attention allocates what the kernel does and answers zeros (fa4)")
     add("--allocator-cap", type=float, metavar="GIB", help="most that torch's allocator may take of the device")
-    add("--time-limit", type=float, default=570.0, metavar="S", help="begin nothing that would end later (default: %(default)g)")
+    add("--time-limit", type=float, default=570.0, metavar="S",
+        help="from the start of the command: begin nothing that would end later (default: %(default)g)")
     add("--results", default="experiments/results", metavar="DIR", help="where stack.jsonl is (default: %(default)s)")
     add("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
     add("--show", action="store_true", help="print the table of the last run in --results; runs nothing")
@@ -468,11 +533,14 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
-def run(options: argparse.Namespace, command: str) -> list[dict[str, Any]]:
-    """Measure on every rank of the running world -> the records, as they were appended; rank 0 prints the table."""
+def run(options: argparse.Namespace, command: str, started: float | None = None) -> list[dict[str, Any]]:
+    """Measure on every rank of the running world -> the records, as they were appended; rank 0 prints the table.
+
+    started: what --time-limit counts from, of time.perf_counter(); by default now.
+    """
     settle_ranks(options)
     made_with = environment(command, options.commit, gpus=dist.get_world_size() if torch.cuda.is_available() else 0)
-    bench = Bench(options, new_run_id(), made_with)
+    bench = Bench(options, new_run_id(), made_with, started)
     bench.run()
     what = f"{options.model}, {options.layers} layers, P = {options.sp}, {options.dtype}"
     bench.say(f"\nrun {bench.run_id}, {what}\n{table(bench.done)}")
@@ -490,7 +558,7 @@ def main(arguments: list[str] | None = None) -> int:
             return show(options)
         settle(options)
         upipe.init_distributed()
-        return 1 if disagreements(run(options, command_line("experiments.stack", arguments))) else 0
+        return 1 if disagreements(run(options, command_line("experiments.stack", arguments), begun())) else 0
 
     return exit_status("experiments.stack", body)
 

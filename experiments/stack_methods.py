@@ -647,12 +647,13 @@ class Together:
     Args:
         name: the same on every rank, and used once.
         seconds: until ranks that do not answer are given up for lost.
+        started: what `elapsed` counts from, of time.perf_counter(); by default now.
     """
 
-    def __init__(self, name: str, seconds: float = 240.0) -> None:
+    def __init__(self, name: str, seconds: float = 240.0, started: float | None = None) -> None:
         self.name, self.patience = name, datetime.timedelta(seconds=seconds)
         self.store = dist.distributed_c10d._get_default_store()
-        self.started, self.count = time.perf_counter(), 0
+        self.started, self.count = time.perf_counter() if started is None else started, 0
 
     def every(self, value: Any) -> list[Any]:
         """Each rank's value, on every rank. Raises RuntimeError, naming the ranks that do not answer."""
@@ -669,4 +670,12 @@ class Together:
 
     def seconds(self) -> float:
         """Since the start, rank 0's on every rank."""
-        return self.every(time.perf_counter() - self.started)[0]
+        return self.every(self.elapsed())[0]
+
+    def elapsed(self) -> float:
+        """Seconds since the start, by this rank's clock."""
+        return time.perf_counter() - self.started
+
+    def no_time_for(self, needed: float, limit: float) -> bool:
+        """Whether what takes `needed` seconds would end later than `limit` after the start: what rank 0 says, on every rank."""
+        return self.every(self.elapsed() + needed > limit)[0]

@@ -91,8 +91,9 @@ COLUMNS = (
 
 def table(found: list[dict[str, Any]]) -> str:
     """Records of one run as text, a line each. s: seconds a step; above: states; moved: to the host a step, of one rank; sent: to
-    other ranks by attention; exposed: communication that no computation hides."""
-    lines = [COLUMNS, *(_line(r) for r in found)]
+    other ranks by attention; exposed: communication that no computation hides. Ratios are over all of these records: each has in it
+    those over records that were written before."""
+    lines = [COLUMNS, *(_line(r | ratios(r, found)) for r in found)]
     shown = [i for i in range(len(COLUMNS)) if any(line[i] for line in lines[1:])]
     return _aligned([[line[i] for i in shown] for line in lines]) if shown else "no records"
 
@@ -104,7 +105,7 @@ def _line(r: dict[str, Any]) -> list[str]:
     parts = r.get("parts_s") or {}
     pools = (r["host_pinned_gib"], r["host_pageable_gib"])
     return [
-        format_tokens(r["tokens"]), r["setting"], "" if r["outcome"] == "ok" else r["outcome"],
+        format_tokens(r["tokens"]), r["setting"], "cut off" if r.get("cut_off") else "" if r["outcome"] == "ok" else r["outcome"],
         *(number(value) for value in (r["time_s"], r.get("least_s"), r.get("most_s"))),
         *(number(parts.get(name)) for name in PARTS),
         *(number(r.get(name)) for name in ("over_alst", "over_none", "over_all_heads")), number(r["tokens_per_s_per_gpu"], 1),

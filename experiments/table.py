@@ -76,12 +76,20 @@ def read_reported(path: Path) -> list[dict[str, Any]]:
 
 
 def latest(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last record of every point, in the order in which points first appeared; all of those without a point."""
+    """The last record of every point that `supersedes` those before it, in the order in which points first appeared; all of those
+    without a point."""
     last: dict[Any, dict[str, Any]] = {}
     for number, record in enumerate(found):
         names = [record[name] for name in ("experiment", "provenance", "model", "layers")]
-        last[(*names, record.get("point", number))] = record
+        key = (*names, record.get("point", number))
+        if key not in last or supersedes(record, last[key]):
+            last[key] = record
     return list(last.values())
+
+
+def supersedes(newer: dict[str, Any], older: dict[str, Any]) -> bool:
+    """Whether a record takes an older one's place: not where it was cut off before its first timed step and the older has a time."""
+    return not (newer.get("cut_off") and newer["time_s"] is None and older["time_s"] is not None)
 
 
 def _cell(record: dict[str, Any]) -> str:

@@ -104,6 +104,17 @@ def test_an_outcome_that_was_not_forecast_is_a_miss():
     assert one.misses == ["outcome"] and "oom_device, forecast ok" in forecast.table([one]) and "1 otherwise" in forecast.table([one])
 
 
+def test_a_record_without_a_time_is_judged_by_its_memory():
+    """Cut off after the step for memory; it hides no whole one that was measured before it, and a later whole one hides it."""
+    said, cut = made("2026-01-01", provenance="predicted"), {"cut_off": "SIGTERM", "time_s": None}
+    (one,), _ = forecast.judge([said, made("2026-01-02", **cut, peak_above_states_gib=4.0)])
+    assert one.off("time") is None and one.misses == ["peak"] and "+100.0 %" in forecast.table([one])
+    for order in (1, -1):
+        found = [made("2026-01-02", time_s=20.0), made("2026-01-03", **cut)][::order]
+        (one,), _ = forecast.judge([said, *found])
+        assert one.off("time") == pytest.approx(-0.5)
+
+
 def test_forecasts_are_records_and_leave_the_held_out_half_alone(tmp_path, monkeypatch, capsys):
     kept = forecast.RESULTS / "predict_points.jsonl"
     said = forecast.forecasts_in(records.load(kept))

@@ -4,10 +4,13 @@ measured, the search finds the longest length."""
 import contextlib
 import io
 import json
+import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -17,10 +20,11 @@ import torch.distributed as dist
 
 from experiments import ladder, stack, stack_report
 from experiments.alst import chunks
-from experiments.runs import new_run_id
+from experiments.runs import begun, new_run_id
 from experiments.stack_methods import Engine, Setting, Shape, Together, ZeroAttention, named_kernel
 from tests.plain import assert_close
 from tests.sharded import gradients
+from tests.world import RankFailure, World
 from upipe import kernels, records
 from upipe.config import ConfigError
 
@@ -288,6 +292,147 @@ def test_a_setting_that_runs_out_of_memory_is_recorded_and_left_out(worlds, tmp_
     assert "over_alst" in done[1] and "over_alst" not in done[3]
 
 
+# ends before the end
+
+TWO = ("plain", "upipe:device")
+ROUNDS = ("--tokens", "64", "--kernel", "reference", "--rounds", "3", "--warmup", "0", "--settings", *TWO)
+
+
+@contextlib.contextmanager
+def at_step(act):
+    """act(n) before the n-th step of any engine, from 1."""
+    step, count = Engine.step, [0]
+
+    def counted(self, batch, mark=lambda: None):
+        count[0] += 1
+        act(count[0])
+        return step(self, batch, mark)
+
+    Engine.step = counted
+    try:
+        yield
+    finally:
+        Engine.step = step
+
+
+def _signalled(folder, arguments, last, number, of=_stack, **more):
+    """Rank 0 is signalled in the step after `last`, where it waits in C for a rank that never comes."""
+
+    def act(n):
+        if n > last and dist.get_rank() == 0:
+            os.kill(os.getpid(), number)
+            dist.distributed_c10d._get_default_store().wait(["never"])
+
+    with at_step(act):
+        of(folder, arguments=arguments, **more)
+
+
+def _end(ranks, status, **call):
+    world = World(ranks)
+    try:
+        with pytest.raises(RankFailure, match=f"exit code {status}"):
+            world.run(_signalled, **call)
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("ranks,settings,number,last,times", [
+    (2, ("ulysses", "upipe:device"), signal.SIGTERM, 7, [1, 2]),     # 4 steps for memory, a round, and the second's of the next
+    (1, TWO, signal.SIGINT, 4, [None, None]),
+    (1, TWO, signal.SIGTERM, 3, [None]),
+])
+def test_what_was_measured_outlives_a_signal(tmp_path, ranks, settings, number, last, times):
+    _end(ranks, 128 + number, folder=str(tmp_path), arguments=[*ROUNDS[:-2], *settings], last=last, number=number)
+    found = records.load(tmp_path / "stack.jsonl")
+    assert [r["times_s"] and len(r["times_s"]) for r in found] == times
+    assert [r["setting"] for r in found] == [str(Setting.parse(text)) for text in settings[: len(times)]]
+    for r in found:
+        assert r["cut_off"] == signal.Signals(number).name and r["outcome"] == "ok" and r["loss"] > 0 and r["grad_norm"] > 0
+        assert len(r["losses"]) == 1 + len(r["times_s"] or ()) and r["host_pinned_gib"] is not None
+        assert (r["warmup_steps"] is None) == (r["times_s"] is None)
+    assert stack_report.disagreements(found) == [] and stack_report.table(found).count("cut off") == len(found)
+
+
+@pytest.mark.parametrize("more,times", [(("--once",), 1), (("--apart", "--rounds", "2", "--warmup", "0"), 2)])
+def test_a_setting_that_is_through_is_recorded_at_once(worlds, tmp_path, more, times):
+    """Before the next one's first step; and once, though the run is ended in that."""
+    steps = 3 if times == 1 else 4
+    arguments = ["--tokens", "64", "--kernel", "reference", *more, "--settings", *TWO]
+    seen = worlds(1).run(_seen_at, folder=str(tmp_path / "seen"), arguments=arguments, step=steps + 1)[0]
+    assert [(r["method"], len(r["times_s"]), r["cut_off"]) for r in seen] == [("none", times, None)]
+    assert [r["method"] for r in records.load(tmp_path / "seen" / "stack.jsonl")] == ["none", "upipe"]
+    _end(1, 143, folder=str(tmp_path), arguments=arguments, last=steps, number=signal.SIGTERM)
+    (one,) = records.load(tmp_path / "stack.jsonl")
+    assert one["cut_off"] is None and len(one["times_s"]) == times
+
+
+def _seen_at(folder, arguments, step):
+    """The records there are when a step begins."""
+    seen = []
+    with at_step(lambda n: seen.extend(records.load(os.path.join(folder, "stack.jsonl"))) if n == step else None):
+        _stack(folder, arguments)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
+    return seen
+
+
+def _failing(folder, arguments, step):
+    def act(n):
+        if n == step:
+            raise ValueError("made up")
+
+    with at_step(act), pytest.raises(ValueError, match="made up"):
+        _stack(folder, arguments)
+
+
+def test_what_was_measured_outlives_an_error(worlds, tmp_path):
+    worlds(1).run(_failing, folder=str(tmp_path), arguments=list(ROUNDS), step=7)
+    found = records.load(tmp_path / "stack.jsonl")
+    assert [(len(r["times_s"]), r["cut_off"]) for r in found] == [(1, "ValueError: made up")] * 2
+
+
+def _slowly(folder, arguments):
+    """Every step takes 30 s more, by the clock of the time limit."""
+    init, clocks = Together.__init__, []
+
+    def remember(self, *args, **options):
+        init(self, *args, **options)
+        clocks.append(self)
+
+    def act(n):
+        clocks[-1].started -= 30
+
+    Together.__init__ = remember
+    try:
+        with at_step(act):
+            return _stack(folder, arguments)
+    finally:
+        Together.__init__ = init
+
+
+@pytest.mark.parametrize("limit,expected", [
+    (100, [("timeout", None), ("ok", 1)]),       # 60 s of the first's memory, which leaves no time for the second's, and a step
+    (175, [("ok", None)] * 2),                   # 120 s for memory; a round takes 60
+    (185, [("ok", 1)] * 2),
+    (1000, [("ok", 3)] * 2),
+])
+def test_a_time_limit_is_kept(worlds, tmp_path, limit, expected):
+    arguments = [*ROUNDS, "--time-limit", str(limit)]
+    printed, done, _ = worlds(1).run(_slowly, folder=str(tmp_path), arguments=arguments)[0]
+    assert [(r["outcome"], r["times_s"] and len(r["times_s"])) for r in done] == expected
+    assert records.load(tmp_path / "stack.jsonl") == json.loads(json.dumps(done))
+    cut = [r["cut_off"] for r in done if r["outcome"] == "ok"]
+    assert cut == [None if limit == 1000 else f"--time-limit {limit}"] * len(cut)
+    assert ("leaves no time for round" in printed) == (limit != 1000)
+
+
+def test_a_command_began_before_it_imported_this():
+    started = time.perf_counter()
+    source = "import time; time.sleep(0.5); from experiments import runs; print(time.perf_counter() - runs.begun())"
+    said = float(subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout)
+    assert 0.5 < said < time.perf_counter() - started + 0.1
+    assert begun() < started
+
+
 def test_ratios_and_disagreements():
     def record(setting, time, peak, **more):
         base = {"tokens": 64, "outcome": "ok", "setting": setting, "method": setting.partition(":")[0], "time_s": time,
@@ -475,6 +620,16 @@ def test_a_ladder_on_which_nothing_fits_or_time_is_short(worlds, tmp_path):
     _, (cut,) = worlds(2).run(_ladder, folder=str(tmp_path), preset="figure1", arguments=[*more, "--time-limit", "0"])[0]
     assert cut["outcome"] == "timeout" and not cut["search_complete"]
     records.load(tmp_path / "ladder.jsonl")
+
+
+def test_a_search_outlives_a_signal(tmp_path):
+    """Of a lever's search what was tried is recorded: 64 tokens, which fit, and 128, which do not."""
+    more = ["--rungs", "tiled loss", "--memory-only"]
+    _end(1, 143, folder=str(tmp_path), arguments=more, last=2, number=signal.SIGTERM, of=_ladder, preset="trl")
+    (one,) = records.load(tmp_path / "ladder.jsonl")
+    assert (one["outcome"], one["search_complete"], one["cut_off"]) == ("timeout", False, "SIGTERM") and "SIGTERM" in one["reason"]
+    assert (list(one["tried"]), one["longest_tokens"], one["tokens"]) == (["64", "128"], 64, 64) and one["loss"] > 0
+    assert one["tried"]["128"] is None and one["shortest_that_does_not_fit"] == 128
 
 
 def test_the_figure_has_the_records_lengths(tmp_path, monkeypatch):
