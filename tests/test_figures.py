@@ -46,6 +46,25 @@ def test_what_is_committed_is_what_the_command_makes(sources):
             assert path.stat().st_size > 2000, path
 
 
+def test_a_record_without_a_time_is_drawn_by_its_memory(sources, folder):
+    """A run was cut off after the step for memory: of a new point the memory is shown, and a whole record keeps its place."""
+    whole = changed(sources, "stack", outcome="ok", method="ulysses")
+    again = whole | {"date": "2999-01-01T00:00:00Z", "run_id": "cut", "cut_off": "SIGTERM"}
+    again |= dict.fromkeys(("time_s", "times_s", "warmup_steps", "tokens_per_s_per_gpu"))
+    for name in ("least_s", "most_s", "wall_s", "parts_s"):
+        again.pop(name)
+    for record in (again, again | {"point": "another", "tokens": 2 * again["tokens"], "peak_units": again["peak_units"] / 2}):
+        records.append(record, folder)
+    given = figures.load(folder)
+    mine = [r for r in given.records if r.get("cut_off")]
+    assert [r["point"] for r in mine] == ["another"] and whole in given.records
+    shown = [row for family in figures.FAMILIES.values() for row in family.rows(given) if ", cut, " in row.source]
+    assert {row.metric for row in shown} >= {"peak_above_states"} and all(row.value is not None for row in shown if "peak" in row.metric)
+    assert not [row for row in shown if row.metric.startswith(("throughput", "step_time")) and row.value is not None]
+    results.render(given), claims.render(given)
+    figures.FAMILIES["table3-2gpu"].draw(figures.FAMILIES["table3-2gpu"].rows(given))
+
+
 def test_every_value_has_the_mark_of_its_source(sources):
     """Looked up again in the files: the provenance of the record that a row names, or a published row of the same value."""
     provenance = {(f"{r['experiment']}.jsonl", r["run_id"], str(r.get("point", ""))): r["provenance"] for r in sources.every}
