@@ -291,7 +291,7 @@ def test_the_bytes_of_a_plan():
 # peaks
 
 
-@pytest.mark.parametrize("ranks, stages", [(8, 3.336), (2, 1.261)])
+@pytest.mark.parametrize("ranks, stages", [(8, 3.336), pytest.param(2, 1.261, marks=pytest.mark.slow)])
 def test_peak_of_a_whole_layer(ranks, stages):
     """Slopes in u to 1 %, x and the gradients counted. Stages, eight ranks: k, v 0.5, q, dO, the attention output 0.25 each, dk and dv
     of the kernel 0.5, its fp32 dq 0.508, their sums 1, cos and sin 0.0625, log-sum-exp 0.016."""
@@ -303,6 +303,7 @@ def test_peak_of_a_whole_layer(ranks, stages):
     assert found["stages"][1] <= 0.7
 
 
+@pytest.mark.slow
 def test_the_planner_s_simulation_finds_the_same():
     shape = shape_of(hf_config(ModelConfig(preset="llama3-8b")))
     settings = dict(overlap=False, fused=True, mlp_tokens=4096, loss_tokens=1024, norm_tokens=2048)

@@ -228,6 +228,7 @@ def _check(r, found, ranks):
     assert pages >= ranks * r["bytes_to_host"] and (r["host_pageable_gib"] > 0) == (r["offload"] == "pageable")
 
 
+@pytest.mark.slow
 def test_rounds_of_settings_apart(worlds, tmp_path):
     arguments = ["--tokens", "64", "--apart", "--rounds", "2", "--warmup", "0", "--kernel", "reference", "--settings"]
     printed, done, problems = worlds(1).run(_stack, folder=str(tmp_path), arguments=[*arguments, "plain", "upipe:host", "upipe:device"])[0]
@@ -353,7 +354,9 @@ def test_what_was_measured_outlives_a_signal(tmp_path, ranks, settings, number, 
     assert stack_report.disagreements(found) == [] and stack_report.table(found).count("cut off") == len(found)
 
 
-@pytest.mark.parametrize("more,times", [(("--once",), 1), (("--apart", "--rounds", "2", "--warmup", "0"), 2)])
+@pytest.mark.parametrize("more,times", [
+    (("--once",), 1), pytest.param(("--apart", "--rounds", "2", "--warmup", "0"), 2, marks=pytest.mark.slow),
+])
 def test_a_setting_that_is_through_is_recorded_at_once(worlds, tmp_path, more, times):
     """Before the next one's first step; and once, though the run is ended in that."""
     steps = 3 if times == 1 else 4

@@ -109,6 +109,7 @@ def test_memory_fields_are_those_of_the_fullest_rank(monkeypatch):
     assert made.tokens_per_s_per_gpu == 256.0
 
 
+@pytest.mark.slow
 def test_what_the_planner_says_of_points_on_published_hardware():
     path, variant = points.find("table3_llama3_8b")
     specs = points.expand(points.read(path, variant), path.parent)
