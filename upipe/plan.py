@@ -601,7 +601,8 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
         if zero["stage3_prefetch_bucket_size"] and layers > 1 and not case.fused:
             # When the second layer's attention goes back, its MLP's weights are gone and the first layer's are all there. The gather of
             # the last of them brings the next of the trace in the same buffer: the embedding, whole, whatever the limits are.
-            late = itemsize * (sizes.layer_parameters + projections_of(case)) + head
+            kv_width = sizes.attention_width // sizes.heads * (sizes.kv_heads or sizes.heads)
+            late = itemsize * (sizes.layer_parameters + sizes.hidden_size * (sizes.attention_width + 2 * kv_width)) + head
     kept = plan.kept_layers
     # Of the input in what was counted: with offload within the layer it is there in the forward alone.
     counted = 0 if case.offload_within_layer else u
@@ -638,14 +639,6 @@ def _device(run, machine: Machine, plan, sizes, case: Case, peaks, local: int) -
         parts |= states | {"buckets": buckets, "cuBLAS": int(rates()["workspace_gib"] * GIB)}
         parts["margin"] = int(MARGIN_SHARE * sum(parts.values()) + MARGIN_GIB * GIB)
     return phases
-
-
-def projections_of(case: Case) -> int:
-    """Parameters of a layer's projections to q, k and v."""
-    shape = json.loads(case.shape)
-    heads = shape["num_attention_heads"]
-    head_dim = shape.get("head_dim") or shape["hidden_size"] // heads
-    return shape["hidden_size"] * head_dim * (heads + 2 * (shape.get("num_key_value_heads") or heads))
 
 
 def _host(run, machine: Machine, plan, sizes) -> dict[str, float]:

@@ -152,7 +152,7 @@ def setting_of(record: dict[str, Any]) -> str:
     words += ["pageable"] if record["offload"] == "pageable" and not whole else []
     if record.get("scope") == "model" and not whole:
         words += ["inputs on device"] if record["offload"] == "none" else []
-        words += ["attention in blocks"] if ",blocks" in f",{record.get('setting', '').partition(':')[2]}" else []
+        words += ["attention in blocks"] if "blocks" in record.get("setting", "") else []
     words += ["memory only"] if record.get("memory_only") else []
     return ", ".join(str(word) for word in words if word)
 
