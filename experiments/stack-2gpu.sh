@@ -13,13 +13,14 @@
 #   methods512K the same at 512K, one timed step each                                              (about 6 min)
 #   1M          2 layers at 1M: Ulysses and UPipe (fused layers), one timed step each              (about 5 min)
 #   512K        4 layers at 512K: the same                                                         (about 4 min)
+#   widths      the U ablation: 4 layers at 256K (fused layers, output on the device), U = 2 to 32  (about 2 min)
 #   gradients   4 layers at 8K and 64K: gradients of the methods beside the unsharded model      (under 3 min)
 #   one         one GPU: 4 layers at 256K, head groups of U = 1 to 8 heads and all heads at once   (about 5 min)
 #   one-offload one GPU: 4 layers, 64K and 256K: inputs pinned, pageable and not offloaded           (about 4 min)
 #   trl         one GPU: the TRL guide's ladder under 77 GiB                                       (about 3 min)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-parts="alst, whole, qwen, offload, within, ladder, methods, methods512K, 512K, 1M, gradients, one, one-offload or trl"
+parts="alst, whole, qwen, offload, within, ladder, methods, methods512K, 512K, 1M, widths, gradients, one, one-offload or trl"
 part=${1:?name a part: $parts}
 shift
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
@@ -42,6 +43,8 @@ methods512K) on 2 experiments.stack --layers 4 --tokens 512K --profile --once --
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
 512K)        on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart \
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
+widths)      on 2 experiments.stack --layers 4 --tokens 256K --once --short 64K --settings upipe:layer=fused \
+                 upipe:U=4,layer=fused upipe:U=8,layer=fused upipe:U=16,layer=fused upipe:U=H,layer=fused "$@" ;;
 gradients)   on 2 experiments.gradients --layers 4 --tokens 8K 64K --kernel fa4 --methods ulysses ring upipe:host upipe:device "$@" ;;
 one)         on 1 experiments.stack --layers 4 --tokens 256K --kernel fa4 --once --short 64K --settings upipe:layer=fused \
                  upipe:U=4,layer=fused upipe:U=8,layer=fused upipe:U=H,layer=fused upipe upipe:U=H "$@" ;;
