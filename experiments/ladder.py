@@ -17,7 +17,8 @@ gives, and from there up or down until lengths --grain tokens apart do and do no
 OutOfMemoryError; its engine is thrown away and made anew. With --memory-only attention allocates what the kernel does and
 computes nothing, so that long lengths take seconds; the record says so.
 One record a lever is appended to ladder.jsonl: the longest length that trained, its peak, and every length that was tried. Where
---time-limit, SIGTERM, SIGINT or an error ends a search early, its record says so (search_complete, cut_off) and has what is known.
+--time-limit, SIGTERM, SIGINT or an error ends a search early, its record says so (search_complete, cut_off) and has what is known;
+a lever that was not begun has none.
 """
 
 from __future__ import annotations
@@ -225,6 +226,9 @@ class Ladder:
         options = self.options
         found = search(lambda tokens: self.probe(rung, setting, shape, tokens), self.cap, options.grain, first, options.most)
         self.close()
+        if not found.complete and not found.peaks:
+            self.say(f"{rung.label}: not begun, and not recorded")
+            return found
         cut = "" if found.complete else ", the search was not finished"
         self.say(f"{rung.label}: {format_tokens(found.longest)} trains{cut}")
         self.keep(self.record(rung, setting, shape, found))

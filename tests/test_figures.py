@@ -9,7 +9,7 @@ import pytest
 
 from experiments import figures
 from experiments.figures import __main__ as command
-from experiments.figures import breakdown, claims, notebooks, planner, results, values
+from experiments.figures import breakdown, claims, notebooks, planner, results, throughput, values
 from upipe import records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,7 +56,7 @@ def test_a_record_without_a_time_is_drawn_by_its_memory(sources, folder):
     for record in (again, again | {"point": "another", "tokens": 2 * again["tokens"], "peak_units": again["peak_units"] / 2}):
         records.append(record, folder)
     given = figures.load(folder)
-    mine = [r for r in given.records if r.get("cut_off")]
+    mine = [r for r in given.records if r.get("cut_off") and r["experiment"] == "stack"]
     assert [r["point"] for r in mine] == ["another"] and whole in given.records
     shown = [row for family in figures.FAMILIES.values() for row in family.rows(given) if ", cut, " in row.source]
     assert {row.metric for row in shown} >= {"peak_above_states"} and all(row.value is not None for row in shown if "peak" in row.metric)
@@ -92,6 +92,20 @@ def test_ratios_stay_within_one_mark_and_one_kernel(sources):
     assert [(row.mark, row.kernel, row.value) for row in found] == [("measured", base.kernel, 2.0)]
 
 
+def test_ratios_are_of_one_run(folder, sources):
+    """A later run without a baseline takes no ratio away, and a later baseline changes none that an earlier run has."""
+    (old,) = [r for r in sources.records if r["experiment"] == "stack" and r["method"] == "fpdt" and r["tokens"] == 2**19]
+    alone, slow = old | {"run_id": "alone"}, changed(sources, "stack", method="ulysses", tokens=2**19) | {"run_id": "slow"}
+    for record, seconds in ((alone, 128), (slow, 256)):
+        record |= {"times_s": [seconds], "time_s": seconds, "tokens_per_s_per_gpu": record["tokens"] / seconds / 2}
+    found = [throughput.rows_2gpu(s) for s in (sources, added(folder, [alone, slow]))]
+    before, after = (values.pick(rows, method="fpdt", tokens=2**19, metric="throughput over Ulysses") for rows in found)
+    assert before == after != []
+    assert {row.value for row in values.pick(found[1], method="fpdt", tokens=2**19, metric="throughput")} > {2048.0}
+    ratios = values.over_ulysses([values.from_record(r, "throughput") for r in (alone, slow)])
+    assert values.pick(ratios, method="ulysses") and not values.pick(ratios, method="fpdt")
+
+
 def test_a_deleted_picture_comes_back_the_same(tmp_path):
     assert command.main(["multinode", "--out", str(tmp_path)]) == 0
     first = (tmp_path / "multinode.png").read_bytes()
@@ -119,7 +133,7 @@ def test_an_edited_record_changes_table_results_and_claims(folder, sources):
 
 def new_records(sources):
     """Records of runs that nobody made, of the kinds that figures wait for: family -> records."""
-    model = changed(sources, "stack", method="alst") | {"kernel": "fa4", "run_id": "new"}
+    model = changed(sources, "stack", method="alst", model="llama3_8b") | {"kernel": "fa4", "run_id": "new"}
     oom = dict.fromkeys(("time_s", "times_s", "warmup_steps", "tokens_per_s_per_gpu", "loss", "grad_norm", "peak_gib", "states_gib"))
     oom |= dict.fromkeys(("peak_above_states_gib", "peak_units", "reserved_gib"))
     fast = changed(sources, "predict", point="paper-1M") | {"run_id": "new", "stack": None, "figure": "figure5-multinode"}
@@ -141,6 +155,17 @@ def new_records(sources):
         # Of a prediction for another GPU than the record's nothing is made.
         "planner": [model | {"point": gpus, "predicted": told | {"machine": gpus}} for gpus in ("2xH200-141GB", "2xH100-80GB")],
     }
+
+
+def test_a_search_that_was_cut_off_is_not_drawn_as_a_limit(folder, sources):
+    ladder = new_records(sources)["memory-ladder"][0] | {"search_complete": False, "run_id": "cut"}
+    some, none = ladder | {"point": "some", "rung": "some"}, ladder | {"point": "none", "rung": "none", "longest_tokens": 0}
+    found = figures.FAMILIES["memory-ladder"].rows(added(folder, [some, none]))
+    mine = [row for row in found if ", cut, " in row.source]
+    assert [row.setting for row in mine] == ["some"]
+    figure = figures.FAMILIES["memory-ladder"].draw(mine)
+    texts = [text.get_text() for axis in figure.axes for text in axis.texts]
+    assert "256K or more: the search was cut off" in texts and "OOM" not in texts
 
 
 def added(folder, found):

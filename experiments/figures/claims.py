@@ -74,7 +74,7 @@ def as_fast(sources: Sources) -> tuple[str, str]:
     own = "; ".join(_table3_ratios(sources, model) for model in ("llama3-8b", "qwen3-32b"))
     said = [
         f"{MODELS.get(speed.model, speed.model)}, {speed.layers} layers, {format_tokens(speed.tokens)}, {speed.setting}: {ratio.value:.3f}"
-        for speed, ratio, _ in results.whole_models(sources)
+        for speed, ratio, _ in results.whole_models(sources) if ratio is not None
     ]
     blocks = [
         f"{format_tokens(record['tokens'])} {KERNELS.get(record['kernel'], record['kernel'])} {1 / record['over_ulysses']:.3f}"

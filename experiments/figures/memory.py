@@ -18,6 +18,7 @@ TOKENS = 3 * 2**20
 CAPACITY = 80
 SHOWN = 180
 """GiB of a GPU, and where the axis ends."""
+CUT_OFF = ", search cut off"
 PARTS = {"peak_model": ("model states", "0.35"), "peak_attention": ("attention", "0.75"), "peak_other": ("other", "1.0"),
          "peak_rest": ("all but states", "0.9")}  # fmt: skip
 
@@ -31,9 +32,10 @@ def rows(sources: Sources) -> list[Row]:
             found += _split(record)
     found += from_reported((r for r in sources.published if (r["figure"], r["metric"]) == ("levers", "max_tokens")), metric="longest")
     for record in sources.records:
-        if record.get("longest_tokens") is not None and record["gpus"]:
+        begun = record.get("longest_tokens") or record.get("search_complete")
+        if begun and record["gpus"]:
             note = f"preset {record['preset']}, {record['cap_gib']:g} GiB" + (", attention simulated" if record["memory_only"] else "")
-            note += "" if record["search_complete"] else ", search cut off"
+            note += "" if record["search_complete"] else CUT_OFF
             value = float(record["longest_tokens"]) or None
             found.append(from_record(record, "longest", value=value, setting=record["rung"], note=note))
     return found
@@ -104,5 +106,6 @@ def _longest(axis: Axes, mine: list[Row], title: str) -> None:
     step = 2 ** max(10, math.ceil(math.log2(max(row.value or 1 for row in mine) / 8)))
     axis.set_xticks(ticks := range(0, int(axis.get_xlim()[1]), step), map(format_tokens, ticks))
     for text, row in zip(axis.texts, mine):
-        text.set_text(format_tokens(int(row.value)) if row.value else "OOM")
+        length = format_tokens(int(row.value)) if row.value else "OOM"
+        text.set_text(f"{length} or more: the search was cut off" if row.note.endswith(CUT_OFF) else length)
     axis.set_title(title, loc="left")

@@ -52,15 +52,17 @@ def blocks(sources: Sources) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return [found[key] for key in sorted(found, key=lambda key: (*key[:5], not key[5], key[6:]))]
 
 
-def whole_models(sources: Sources) -> list[tuple[Row, Row, Row | None]]:
-    """UPipe on whole models beside Ulysses of the same sweep: throughput, its ratio, the ratio of peaks above states."""
+def whole_models(sources: Sources) -> list[tuple[Row, Row | None, Row | None]]:
+    """UPipe on whole models beside Ulysses of the same sweep: throughput, its ratio, the ratio of peaks above states. Of models at full
+    depth also those of a run without Ulysses."""
     rows = throughput.rows_2gpu(sources) + [row for row in throughput.rows(sources) if row.mark == "measured"]
     found = []
     for same in grouped(pick(rows, method="upipe"), lambda r: (r.model, r.layers, r.gpus, r.tokens, r.series)).values():
         speed, ratio = pick(same, metric="throughput"), pick(same, metric="throughput over Ulysses")
-        if speed and ratio:
+        full = speed and speed[0].layers == throughput.PUBLISHED[speed[0].model][1]
+        if speed and (ratio or full):
             memory = pick(same, metric="peak_above_states over Ulysses")
-            found.append((speed[0], ratio[0], memory[0] if memory else None))
+            found.append((speed[0], ratio[0] if ratio else None, memory[0] if memory else None))
     return found
 
 
@@ -104,10 +106,11 @@ def _whole(sources: Sources) -> str:
     lines = [heads]
     for speed, ratio, memory in whole_models(sources):
         theirs = published.get(("upipe", speed.tokens)) if speed.model == "llama3-8b" else None
+        gap = "–" if ratio is None or theirs is None else percent(ratio.value, theirs)
         lines.append([
             f"{MODELS.get(speed.model, speed.model)}, {speed.layers} layers, {format_tokens(speed.tokens)}",
-            f"{speed.setting}, {KERNELS.get(speed.kernel, speed.kernel)}", number(speed.value), f"{ratio.value:.3f}",
-            "–" if theirs is None else f"{theirs:.3f}", "–" if theirs is None else percent(ratio.value, theirs),
+            f"{speed.setting}, {KERNELS.get(speed.kernel, speed.kernel)}", number(speed.value),
+            "–" if ratio is None else f"{ratio.value:.3f}", "–" if theirs is None else f"{theirs:.3f}", gap,
             "–" if memory is None else f"{memory.value:.3f}",
         ])  # fmt: skip
     return markdown(lines) if len(lines) > 1 else "Nothing measured yet."

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.figures import style
-from experiments.figures.values import Row, Sources, from_record, from_reported, grouped, model_of, our_method, over_ulysses, pick, stack_of
+from experiments.figures.values import (
+    BASELINES,
+    Row,
+    Sources,
+    from_record,
+    from_reported,
+    grouped,
+    model_of,
+    our_method,
+    over_ulysses,
+    pick,
+    run_of,
+    stack_of,
+)
+from experiments.table import latest
 from upipe.records import format_tokens
 
 PUBLISHED = {"llama3-8b": (8, 32, "Llama3-8B"), "qwen3-32b": (16, 64, "Qwen3-32B")}
@@ -37,10 +52,26 @@ def whole_models(sources: Sources) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def compared(sources: Sources) -> Sources:
+    """The sources with, beside the last record of each measured whole model, the last whose run has a baseline at that model and length,
+    and with those baselines: a ratio is of one run."""
+
+    def sweep(record: dict[str, Any]) -> tuple:
+        return tuple(record[name] for name in ("experiment", "run_id", "model", "layers", "tokens", "kernel"))
+
+    models = [r for r in sources.every if r["provenance"] == "measured" and r.get("scope") == "model" and r.get("point") is not None]
+    bases = [r for r in models if r["method"] in BASELINES and r["outcome"] == "ok"]
+    beside = {sweep(r) for r in bases}
+    chosen = latest(r for r in models if sweep(r) in beside)
+    sweeps = {sweep(r) for r in chosen}
+    more = [*(r for r in bases if sweep(r) in sweeps), *chosen]
+    return dataclasses.replace(sources, records=list({id(r): r for r in [*more, *sources.records]}.values()))
+
+
 def rows(sources: Sources) -> list[Row]:
     """Table 3 as published, and records of its models at full depth on as many GPUs."""
     found = from_reported(r for r in sources.published if (r["source"], r["figure"]) == ("untied-ulysses", "table3"))
-    for record in whole_models(sources):
+    for record in whole_models(compared(sources)):
         if (record["gpus"], record["layers"]) == PUBLISHED[model_of(record["model"])][:2]:
             found.append(from_record(record, "throughput"))
     return [*found, *over_ulysses(found)]
@@ -70,15 +101,15 @@ def draw(found: list[Row]) -> Figure:
 
 
 def rows_2gpu(sources: Sources) -> list[Row]:
-    """Whole models of reduced depth on fewer GPUs than published: throughput, peak above states, both over Ulysses'; beside them
+    """Whole models, most of reduced depth, on fewer GPUs than published: throughput, peak above states, both over Ulysses'; beside them
     the published throughputs of the same methods and lengths over Ulysses'."""
     found = []
-    for record in whole_models(sources):
+    for record in whole_models(compared(sources)):
         gpus, layers, _ = PUBLISHED[model_of(record["model"])]
-        if record["gpus"] < gpus and record["layers"] < layers:
+        if record["gpus"] < gpus and record["layers"] <= layers:
             timed = record["tokens_per_s_per_gpu"] is not None or record["outcome"] != "ok"
             found += [from_record(record, metric) for metric in (["throughput"] if timed else []) + ["peak_above_states"]]
-    found.sort(key=lambda r: (r.model, r.gpus or 0, r.layers or 0, r.tokens or 0, r.kernel or "", r.mark, r.method))
+    found.sort(key=lambda r: (r.model, r.gpus or 0, r.layers or 0, r.tokens or 0, r.kernel or "", r.mark, run_of(r), r.method))
     mine = {(row.model, our_method(row.method), row.tokens) for row in found}
     published = over_ulysses(from_reported(r for r in sources.published if (r["source"], r["figure"]) == ("untied-ulysses", "table3")))
     beside = [row for row in published if (row.model, our_method(row.method), row.tokens) in mine and our_method(row.method) != "ulysses"]
@@ -88,7 +119,7 @@ def rows_2gpu(sources: Sources) -> list[Row]:
 def draw_2gpu(found: list[Row]) -> Figure:
     published, found = pick(found, mark="reported"), [row for row in found if row.mark != "reported"]
     reported = {(row.model, our_method(row.method), row.tokens): row.value for row in published}
-    groups = grouped(found, lambda r: (r.model, r.layers, r.gpus, r.gpu, r.tokens, r.source.split(".")[0]))
+    groups = grouped(found, lambda r: (r.model, r.layers, r.gpus, r.gpu, r.tokens, run_of(r)))
     count = sum(len(grouped(mine, lambda r: (r.mark, r.series))) + 1.4 for mine in groups.values())
     figure, axes = style.figure(1, 2, 10, max(2.4, 0.24 * count + 1.1), sharey=True)
     left, right = axes[0]
@@ -100,7 +131,9 @@ def draw_2gpu(found: list[Row]) -> Figure:
     left.patch.set_visible(False)
     place, ticks = 0.0, []
     for (model, layers, gpus, gpu, tokens, sweep), mine in groups.items():
-        title = f"{PUBLISHED[model][2]}, {layers} of {PUBLISHED[model][1]} layers, {format_tokens(tokens)} tokens, {gpus} × {gpu} ({sweep})"
+        file, run = sweep.split(".jsonl, ")
+        title = f"{PUBLISHED[model][2]}, {layers} of {PUBLISHED[model][1]} layers, {format_tokens(tokens)} tokens, {gpus} × {gpu}"
+        title += f" ({file}, …{run[-6:]})"
         left.text(0.0, place, title, transform=left.get_yaxis_transform(), fontsize=8, fontweight="bold", va="center", in_layout=False)
         place += 1
         for same in grouped(mine, lambda r: (r.mark, r.series)).values():

@@ -143,7 +143,9 @@ def setting_of(record: dict[str, Any]) -> str:
     stack = stack_of(record)
     words, whole = [{"paper": "paper's set-up", "ours": "this stack"}.get(stack, stack)], stack is not None
     if record["method"] == "upipe":
-        words += [] if whole else [f"output on {record['attention_output']}"]
+        some, layers = record.get("attention_output_host_layers"), record["layers"]
+        part = record["attention_output"] == "host" and some is not None and some < layers
+        words += [] if whole else [f"output of {some} layers on host" if part else f"output on {record['attention_output']}"]
         words += ["no overlap"] if record["overlap"] is False and not whole else []
         words += ["bf16 dx"] if record["dx"] == "bfloat16" and not whole else []
         widest = record["heads_per_stage"] not in (None, record["sp"])
@@ -214,15 +216,32 @@ def markdown(lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *body]) + "\n"
 
 
+BASELINES = ("ulysses", "usp", "alst")
+"""What a throughput is compared with, the first that there is: Ulysses, its form on a ring, DeepSpeed's ALST stack around it."""
+
+
 def over_ulysses(rows: Iterable[Row], metric: str = "throughput") -> list[Row]:
-    """Each row's value over that of Ulysses (USP on a ring; else DeepSpeed's ALST stack) of the same mark, source of numbers or
-    experiment, model, GPUs, kernel and length, as rows of metric `<metric> over Ulysses`. None is made across marks or kernels."""
+    """Each row's value over that of the first of `BASELINES` of the same mark, source of numbers or experiment, model, GPUs, kernel
+    and length, as rows of metric `<metric> over Ulysses`. None is made across marks or kernels.
+
+    Of measured rows the baseline is one of the same run, where that has one. A run of experiments.stack that has none has no ratios;
+    other experiments may be measured in several runs, and are compared with the last.
+    """
     rows = pick(rows, metric=metric)
     found = []
     for same in grouped(rows, lambda r: (r.mark, r.model, r.layers, r.gpus, r.gpu, r.kernel, r.tokens, r.source.split(",")[0])).values():
-        bases = [row for name in ("ulysses", "usp", "alst") for row in same if our_method(row.method) == name and row.value is not None]
+        bases = [row for name in BASELINES for row in same if our_method(row.method) == name and row.value is not None]
         for row in same if bases else ():
-            if row.value is not None and row.outcome == "ok":
-                changes = {"metric": f"{metric} over Ulysses", "value": row.value / bases[0].value, "unit": "ratio"}
+            beside = [base for base in bases if run_of(base) == run_of(row)]
+            if row.mark != "measured" or not run_of(row).startswith("stack.jsonl"):
+                # The last: rows are in the order of their records.
+                beside = beside or [base for base in bases if base.method == bases[0].method][-1:]
+            if beside and row.value is not None and row.outcome == "ok":
+                changes = {"metric": f"{metric} over Ulysses", "value": row.value / beside[0].value, "unit": "ratio"}
                 found.append(dataclasses.replace(row, **changes))
     return found
+
+
+def run_of(row: Row) -> str:
+    """File and run of a record's row; source and figure of a published one."""
+    return ",".join(row.source.split(",")[:2])
