@@ -4,15 +4,17 @@
 #   experiments/stack-2gpu.sh PART [options of the command, such as --results DIR --commit SHA]
 #
 #   alst        8 layers of Llama3-8B at 256K beside DeepSpeed's ALST stack                        (4 min, two H200s)
-#   whole       all 32 layers at 512K, one step                                                    (about 9 min)
-#   qwen        4 layers of Qwen3-32B at 256K beside ALST                                          (about 3 min)
-#   offload     8 layers, 64K and 256K: inputs pinned, pageable and not offloaded                  (about 4 min)
+#   whole       all 32 layers at 512K, one step                                                    (7.5 min)
+#   qwen        4 layers of Qwen3-32B at 256K beside ALST                                          (2.5 min with --once)
+#   offload     8 layers, 64K and 256K: inputs pinned, pageable and not offloaded                  (3.6 min)
 #   within      4 layers at 256K: fused layers' working tensors on the device, on pinned and on pageable host memory (not run yet)
 #   ladder      Figure 1: 2 layers under 28 GiB, one lever after another                           (about 3 min)
 #   methods     4 layers at 128K and 256K: every method                                            (about 5 min)
 #   methods512K the same at 512K, one timed step each                                              (about 6 min)
 #   1M          2 layers at 1M: Ulysses and UPipe (fused layers), one timed step each              (about 5 min)
 #   512K        4 layers at 512K: the same                                                         (about 4 min)
+#   blocks      Ulysses and UPipe (fused layers) at 512K, attention's forward in the kernel's fastest blocks     (about 4 min)
+#   blocks1M    the same with 2 layers at 1M                                                       (about 6 min)
 #   widths      the U ablation: 4 layers at 256K (fused layers, output on the device), U = 2 to 32  (about 2 min)
 #   gradients   4 layers at 8K and 64K: gradients of the methods beside the unsharded model      (under 3 min)
 #   one         one GPU: 4 layers at 256K, head groups of U = 1 to 8 heads and all heads at once   (about 5 min)
@@ -20,7 +22,7 @@
 #   trl         one GPU: the TRL guide's ladder under 77 GiB                                       (about 3 min)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-parts="alst, whole, qwen, offload, within, ladder, methods, methods512K, 512K, 1M, widths, gradients, one, one-offload or trl"
+parts="alst, whole, qwen, offload, within, ladder, methods, methods512K, 512K, 1M, blocks, blocks1M, widths, gradients, one, one-offload or trl"
 part=${1:?name a part: $parts}
 shift
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
@@ -43,6 +45,10 @@ methods512K) on 2 experiments.stack --layers 4 --tokens 512K --profile --once --
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
 512K)        on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart \
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
+blocks)      on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart --settings ulysses ulysses:blocks=auto \
+                 upipe:host,layer=fused,blocks=auto upipe:device,layer=fused,blocks=auto "$@" ;;
+blocks1M)    on 2 experiments.stack --layers 2 --tokens 1M --once --short 64K --apart --settings ulysses ulysses:blocks=auto \
+                 upipe:host,layer=fused,blocks=auto upipe:device,layer=fused,blocks=auto "$@" ;;
 widths)      on 2 experiments.stack --layers 4 --tokens 256K --once --short 64K --settings upipe:layer=fused \
                  upipe:U=4,layer=fused upipe:U=8,layer=fused upipe:U=16,layer=fused upipe:U=H,layer=fused "$@" ;;
 gradients)   on 2 experiments.gradients --layers 4 --tokens 8K 64K --kernel fa4 --methods ulysses ring upipe:host upipe:device "$@" ;;

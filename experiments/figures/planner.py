@@ -87,7 +87,9 @@ def errors(found: list[Row]) -> list[tuple[Row, float]]:
 
 
 def draw(found: list[Row]) -> Figure:
-    figure, axes = style.figure(1, 2, 10, 4.8)
+    # The legend below has two columns.
+    series = {_series(row) for row, _ in errors(found)}
+    figure, axes = style.figure(1, 2, 10, 3.4 + 0.17 * len(series) / 2)
     shapes: dict[str, int] = {}
     kinds = (("time", ("step_time", "throughput")), ("memory", ("peak", "peak_above_states", "peak_above_inputs")))
     for axis, (kind, metrics) in zip(axes[0], kinds):
