@@ -16,11 +16,21 @@ from experiments.live import SHAPES
 from tests.plain import VOCAB, assert_close, block_causal, data_of, plain_step, randomise, relative_error, tiny_model
 from tests.sharded import assert_equal_to_plain, ds_config
 from tests.test_zoo import zoo_model
-from upipe import PreflightError, host, models, workspace
+from upipe import PreflightError, host, models, reference, workspace
 from upipe.apply import document_offsets
 from upipe.block import BlockSpec, Projections
 from upipe.kernels import Case, select
-from upipe.layer import FusedLayersConfig, LayerSpec, LayerWeights, apply_fused_layers, decoder_layer, layer_contexts, weights_of
+from upipe.layer import (
+    FusedLayersConfig,
+    LayerSpec,
+    LayerWeights,
+    _LayerRun,
+    _normed,
+    apply_fused_layers,
+    decoder_layer,
+    layer_contexts,
+    weights_of,
+)
 from upipe.offload import CheckpointConfig, apply_checkpointing
 from upipe.schedule import HeadSchedule
 from upipe.tiled import Counts
@@ -569,6 +579,24 @@ def mixed_layers():
 
 def test_other_layers_are_left_alone(worlds):
     worlds(2).run(mixed_layers)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2.5e-3)], ids=str)
+def test_norms_of_rows_as_wide_as_the_hidden_states(dtype, tolerance):
+    """Rounded once, whatever the rows' strides; the backward adds to what is there, and to the sum of the weight's gradient in fp32."""
+    g = torch.Generator().manual_seed(0)
+    x, dn, before, weight = (torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype) for shape in (*[(9, 96)] * 3, (96,)))
+    total = torch.full((96,), 2.0, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    leaves = tuple(t.double().clone().requires_grad_() for t in (x, weight))
+    wanted = reference.rms_norm(*leaves, 1e-3)
+    dx, dweight = torch.autograd.grad(wanted, leaves, dn.double())
+    for rows in (x, torch.cat((x, x), 1)[:, :96], x.t().contiguous().t()):
+        assert_close("normed", _normed(rows, weight, 1e-3), wanted.detach(), tolerance)
+        grad, sums = before.clone(), total.clone()
+        _LayerRun._add_norm_backward(grad, dn.clone(), rows, weight, 1e-3, sums)
+        assert_close("gradient", grad, before.double() + dx, 1.5 * tolerance)
+        assert_close("weight's", sums, 2 + dweight, min(tolerance, 2e-6))
+        _LayerRun._add_norm_backward(grad, dn.clone(), rows, weight, 1e-3, None)
 
 
 # memory, counted

@@ -191,7 +191,7 @@ def test_keeping_results(tmp_path):
 
 
 def test_refusals_and_nothing_left_behind():
-    plain = block.exchange, preflight.check_groups, layer._normed, torch.is_grad_enabled()
+    plain = block.exchange, preflight.check_groups, layer.finish_heads, torch.is_grad_enabled()
     text = shape_of(hf_config(SMALL))
     with pytest.raises(ConfigError, match="use one of fa4"):
         simulate.simulate(Case(text, 2, "none"), (64,))
@@ -199,7 +199,7 @@ def test_refusals_and_nothing_left_behind():
         simulate.simulate(Case(text, 2, "fa4", heads_per_stage=3), (64,))
     with pytest.raises((ConfigError, PreflightError), match="dx"):
         simulate.simulate(Case(text, 2, "fa4", fused=True, dx="bf16"), (64,))
-    assert plain == (block.exchange, preflight.check_groups, layer._normed, torch.is_grad_enabled())
+    assert plain == (block.exchange, preflight.check_groups, layer.finish_heads, torch.is_grad_enabled())
 
 
 def test_lines_of_another_method_are_those_of_long_sequences():

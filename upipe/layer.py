@@ -36,7 +36,7 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear
 
 from upipe import block, models, preflight, tiled, workspace
 from upipe.apply import block_spec
@@ -44,13 +44,11 @@ from upipe.block import BlockSpec, Moved, Norm, Projections, _HostCopy, _Run, _S
 from upipe.loss import add_product
 from upipe.offload import HostInput, OffloadError, decoder_layers, input_on_host
 from upipe.preflight import PreflightError
-from upipe.rotary import rms_norm_backward
+from upipe.rotary import finish_heads
 from upipe.schedule import HeadSchedule
 from upipe.tiled import Counts
 
 MLP_TOKENS = 4096
-NORM_ROWS = 2048
-"""Rows at a time in a norm and its backward, whose temporaries may be fp32."""
 
 SERVED = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -490,20 +488,14 @@ class _LayerRun(_Run):
 
     @staticmethod
     def _add_norm_backward(g, dn, source, weight, eps: float, total: torch.Tensor | None) -> None:
-        """g += the gradient of a norm's input, in place. g, dn (of its output), source (its input): [T, D]."""
-        for i in range(0, len(g), NORM_ROWS):
-            part = slice(i, i + NORM_ROWS)
-            share, weight_share = rms_norm_backward(dn[part], source[part], weight, eps)
-            g[part] += share
-            if total is not None:
-                total += weight_share
+        """g += the gradient of a norm's input, in place. g, dn (of its output, which is used up), source (its input): [T, D]."""
+        g += tiled.norm_backward(dn, source, weight, eps, dn, total)
 
 
 def _normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of [T, D], rounded once."""
-    result = torch.empty_like(rows)
-    for i in range(0, len(rows), NORM_ROWS):
-        result[i : i + NORM_ROWS] = rms_norm(rows[i : i + NORM_ROWS], (rows.shape[1],), weight, eps)
+    """RMS norm of [T, D], rounded once: one kernel on a GPU."""
+    result = rows.new_empty(rows.shape)
+    finish_heads(rows.contiguous()[:, None], None, None, out=result[:, None], weight=weight, eps=eps)
     return result
 
 
