@@ -617,6 +617,38 @@ def test_peak_of_a_whole_layer_on_eight_ranks(preset, most, attention_output):
     assert found["first forward"][0] < per_unit
 
 
+@pytest.mark.parametrize(
+    "ranks, width, overlap, walks",
+    [
+        (2, 2, False, (16, 16, 16)),     # a pass a stage, though k and v arrive in four of them
+        (2, 2, True, (4, 4, 16)),        # the forward's stages are four times as wide
+        (2, 32, True, (1, 1, 1)),
+        (8, 8, False, (4, 4, 4)),
+        (8, 8, True, (4, 4, 6)),         # k's and v's exchanges would take longer than the pass they save: two more each
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("offload", ["none", "pinned"])
+def test_passes_over_x(monkeypatch, ranks, width, overlap, walks, offload):
+    """Of the first forward, the recomputed one and the backward, each with the norm computed again: `moved_bytes` counts as many."""
+    passes, plain = [], _LayerRun.normed
+
+    def counted(run):
+        passes[-1] += 1
+        return plain(run)
+
+    walk = _LayerRun.walk
+
+    def walked(run, *steps):
+        passes.append(0)
+        return walk(run, *steps)
+
+    monkeypatch.setattr(_LayerRun, "normed", counted)
+    monkeypatch.setattr(_LayerRun, "walk", walked)
+    live_layer.layer_peaks(4096, ranks, heads_per_stage=width, overlap=overlap, offload=offload, **LLAMA)
+    stages = 32 // width
+    assert tuple(passes) == (walks if offload == "none" else (stages, stages, stages))
+
+
 @pytest.mark.slow
 def test_peak_on_two_ranks():
     """Where the tiles' constants no longer count: 128K and 256K local tokens."""
@@ -688,7 +720,7 @@ def test_bf16_on_a_gpu_is_no_worse_than_the_plain_layer(overlap):
 @on_gpu
 @pytest.mark.parametrize("preset", ["lowest_memory", "fastest"])
 def test_peak_on_a_gpu_is_the_counted_one(preset):
-    """P = 1, Llama3-8B's shape at 32K tokens: what `live_layer` counts, whose norm takes more than the fused kernel."""
+    """P = 1, Llama3-8B's shape at 32K tokens: what `live_layer` counts."""
     tokens = 32768
     kernel = select("auto", Case("cuda", torch.cuda.get_device_capability(), torch.bfloat16, 128)).name
     if kernel != "fa4":

@@ -44,8 +44,8 @@ def test_a_fused_layer_is_what_the_counting_experiment_finds(overlap):
     found = simulate.simulate(case, (65536,))
     counted = live_layer.layer_peaks(65536, 8, **SHAPES["llama3_8b"], width=14336, overlap=overlap)
     assert found.backward[0] == pytest.approx(counted["backward"][0], rel=0.01)
-    # That one gives the norm two fp32 temporaries of 2048 rows, which the GPU's has not; this one has positions.
-    assert -8 * 65536 - 1024 < counted["first forward"][0] - found.forward[0] < 0.1 * GIB
+    # This one has positions.
+    assert -8 * 65536 - 1024 < counted["first forward"][0] - found.forward[0] <= 0
 
 
 @pytest.mark.parametrize(
