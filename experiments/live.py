@@ -16,9 +16,9 @@ from unittest import mock
 
 import torch
 
-from upipe import block, host, kernels, workspace
+from upipe import block, host, kernels, layer, tiled, workspace
 from upipe.block import BlockSpec, Projections, attention_block, checkpoint_contexts
-from upipe.live import LiveStorages, SimulatedAttention
+from upipe.live import LiveStorages, SimulatedAttention, finish_heads, unfinish_heads
 from upipe.records import format_tokens, parse_tokens
 from upipe.schedule import HeadSchedule
 
@@ -68,7 +68,9 @@ def without_a_device():
             fetch=lambda self, target, source: None,
         ),
         # In place and without temporaries, as the Triton kernels are.
-        mock.patch.multiple(block, finish_heads=lambda *args, **options: None, unfinish_heads=lambda *args, **options: None),
+        mock.patch.multiple(block, finish_heads=finish_heads, unfinish_heads=unfinish_heads),
+        mock.patch.object(layer, "finish_heads", finish_heads),
+        mock.patch.object(tiled, "unfinish_heads", unfinish_heads),
     ):
         yield
 

@@ -113,3 +113,31 @@ def test_speed(heads, capsys):
             print(f"\n{rows} x {heads} x {d}, {name}: Triton {triton:.1f} us, {moved / triton / 1e6:.2f} TB/s; "
                   f"plain torch {torch_:.0f} us")
         assert triton < torch_
+
+
+@pytest.mark.parametrize("d", [2048, 4096, 5120, 8192, 16384])
+def test_norm_of_a_layer(d, capsys):
+    """8192 rows as wide as the hidden states, in bf16: forward without memory of its own, backward with at most 8 MiB; faster than
+    plain torch, and beside `torch.nn.functional.rms_norm`."""
+    x, _, _ = large(8192, 1, d)
+    out, grad, weight_grad = torch.empty_like(x), torch.randn_like(x), torch.zeros(d, device="cuda")
+    norm = {"weight": torch.rand(d, device="cuda", dtype=torch.bfloat16) + 0.5, "eps": 1e-6}
+    calls = {
+        "norm": (2, 0, lambda b: finish_heads(x, None, None, out=out, backend=b, **norm)),
+        "backward": (3, 2**23, lambda b: unfinish_heads(grad, None, None, raw=x, weight_grad=weight_grad, backend=b, **norm)),
+    }
+    for name, (passes, most, call) in calls.items():
+        call("triton")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call("triton")
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before <= most + 2**17
+        triton, plain = microseconds(call, "triton"), microseconds(call, "torch", 3)
+        with capsys.disabled():
+            print(f"\n8192 x {d}, {name}: Triton {triton:.1f} us, {passes * x.nbytes / triton / 1e6:.2f} TB/s; plain torch {plain:.0f} us")
+        assert triton < plain
+    fused = microseconds(lambda _: torch.nn.functional.rms_norm(x, (d,), norm["weight"], 1e-6), "")
+    with capsys.disabled():
+        print(f"torch.nn.functional.rms_norm {fused:.1f} us")

@@ -16,11 +16,21 @@ from experiments.live import SHAPES
 from tests.plain import VOCAB, assert_close, block_causal, data_of, plain_step, randomise, relative_error, tiny_model
 from tests.sharded import assert_equal_to_plain, ds_config
 from tests.test_zoo import zoo_model
-from upipe import PreflightError, host, models, workspace
+from upipe import PreflightError, host, models, reference, workspace
 from upipe.apply import document_offsets
 from upipe.block import BlockSpec, Projections
 from upipe.kernels import Case, select
-from upipe.layer import FusedLayersConfig, LayerSpec, LayerWeights, apply_fused_layers, decoder_layer, layer_contexts, weights_of
+from upipe.layer import (
+    FusedLayersConfig,
+    LayerSpec,
+    LayerWeights,
+    _LayerRun,
+    _normed,
+    apply_fused_layers,
+    decoder_layer,
+    layer_contexts,
+    weights_of,
+)
 from upipe.offload import CheckpointConfig, apply_checkpointing
 from upipe.schedule import HeadSchedule
 from upipe.tiled import Counts
@@ -571,6 +581,24 @@ def test_other_layers_are_left_alone(worlds):
     worlds(2).run(mixed_layers)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2.5e-3)], ids=str)
+def test_norms_of_rows_as_wide_as_the_hidden_states(dtype, tolerance):
+    """Rounded once, whatever the rows' strides; the backward adds to what is there, and to the sum of the weight's gradient in fp32."""
+    g = torch.Generator().manual_seed(0)
+    x, dn, before, weight = (torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype) for shape in (*[(9, 96)] * 3, (96,)))
+    total = torch.full((96,), 2.0, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    leaves = tuple(t.double().clone().requires_grad_() for t in (x, weight))
+    wanted = reference.rms_norm(*leaves, 1e-3)
+    dx, dweight = torch.autograd.grad(wanted, leaves, dn.double())
+    for rows in (x, torch.cat((x, x), 1)[:, :96], x.t().contiguous().t()):
+        assert_close("normed", _normed(rows, weight, 1e-3), wanted.detach(), tolerance)
+        grad, sums = before.clone(), total.clone()
+        _LayerRun._add_norm_backward(grad, dn.clone(), rows, weight, 1e-3, sums)
+        assert_close("gradient", grad, before.double() + dx, 1.5 * tolerance)
+        assert_close("weight's", sums, 2 + dweight, min(tolerance, 2e-6))
+        _LayerRun._add_norm_backward(grad, dn.clone(), rows, weight, 1e-3, None)
+
+
 # memory, counted
 
 
@@ -587,6 +615,38 @@ def test_peak_of_a_whole_layer_on_eight_ranks(preset, most, attention_output):
     # The phase with the peak is the stages' at both lengths, or the slope would be of two things.
     assert found["stages"][:2] == (per_unit, constant)
     assert found["first forward"][0] < per_unit
+
+
+@pytest.mark.parametrize(
+    "ranks, width, overlap, walks",
+    [
+        (2, 2, False, (16, 16, 16)),     # a pass a stage, though k and v arrive in four of them
+        (2, 2, True, (4, 4, 16)),        # the forward's stages are four times as wide
+        (2, 32, True, (1, 1, 1)),
+        (8, 8, False, (4, 4, 4)),
+        (8, 8, True, (4, 4, 6)),         # k's and v's exchanges would take longer than the pass they save: two more each
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("offload", ["none", "pinned"])
+def test_passes_over_x(monkeypatch, ranks, width, overlap, walks, offload):
+    """Of the first forward, the recomputed one and the backward, each with the norm computed again: `moved_bytes` counts as many."""
+    passes, plain = [], _LayerRun.normed
+
+    def counted(run):
+        passes[-1] += 1
+        return plain(run)
+
+    walk = _LayerRun.walk
+
+    def walked(run, *steps):
+        passes.append(0)
+        return walk(run, *steps)
+
+    monkeypatch.setattr(_LayerRun, "normed", counted)
+    monkeypatch.setattr(_LayerRun, "walk", walked)
+    live_layer.layer_peaks(4096, ranks, heads_per_stage=width, overlap=overlap, offload=offload, **LLAMA)
+    stages = 32 // width
+    assert tuple(passes) == (walks if offload == "none" else (stages, stages, stages))
 
 
 @pytest.mark.slow
@@ -660,7 +720,7 @@ def test_bf16_on_a_gpu_is_no_worse_than_the_plain_layer(overlap):
 @on_gpu
 @pytest.mark.parametrize("preset", ["lowest_memory", "fastest"])
 def test_peak_on_a_gpu_is_the_counted_one(preset):
-    """P = 1, Llama3-8B's shape at 32K tokens: what `live_layer` counts, whose norm takes more than the fused kernel."""
+    """P = 1, Llama3-8B's shape at 32K tokens: what `live_layer` counts."""
     tokens = 32768
     kernel = select("auto", Case("cuda", torch.cuda.get_device_capability(), torch.bfloat16, 128)).name
     if kernel != "fa4":

@@ -89,8 +89,7 @@ def steps(kind="llama", sp=2, zero=3, accumulation=1, sequence="odd", offload="p
     assert loss == other and grads.keys() == others.keys()
     if row_tile > 100:
         # What is summed over tiles rather than at once has other bits, nothing else.
-        summed = ("o_proj", "q_norm", "k_norm")
-        assert not [n for n in grads if not any(part in n for part in summed) and not torch.equal(grads[n], others[n])]
+        assert not [n for n in grads if "o_proj" not in n and not torch.equal(grads[n], others[n])]
     for (a, _, _), (b, _, again) in zip(before[1:], after[1:], strict=True):
         assert abs(a - b) <= 1e-5 * abs(a) and again == numbers
     assert counts == (3 * LAYERS * accumulation, 0), counts
@@ -291,7 +290,7 @@ def test_the_bytes_of_a_plan():
 # peaks
 
 
-@pytest.mark.parametrize("ranks, stages", [(8, 3.336), pytest.param(2, 1.261, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks, stages", [(8, 3.336), pytest.param(2, 1.268, marks=pytest.mark.slow)])
 def test_peak_of_a_whole_layer(ranks, stages):
     """Slopes in u to 1 %, x and the gradients counted. Stages, eight ranks: k, v 0.5, q, dO, the attention output 0.25 each, dk and dv
     of the kernel 0.5, its fp32 dq 0.508, their sums 1, cos and sin 0.0625, log-sum-exp 0.016."""
@@ -328,9 +327,9 @@ def test_the_planner_takes_it_where_nothing_else_fits():
     u = longer.tokens * 4096 * 2 / 8 / GIB
     assert longer.host["working tensors"] == pytest.approx(8 * 3 * u) and longer.pairs == 16
     assert sum(longer.phases.values()) and longer.device_gib < 77
-    # Over 30 u a layer are waited for; even so they are some 2 % of the step.
+    # Over 25 u a layer are waited for; even so they are some 2 % of the step.
     moved = moved_bytes(HeadSchedule(32, 8, 8), longer.tokens // 8, 4096, 128, 2, norm=False, on_host=False)
-    assert moved.to_host / GIB == pytest.approx(5 * u) and moved.to_device / GIB == pytest.approx(24 * u)
+    assert moved.to_host / GIB == pytest.approx(5 * u) and moved.to_device / GIB == pytest.approx(20 * u)
     assert 0.005 < longer.time["host copies not hidden"] / longer.time_s < 0.05
     assert plan.fit("llama3-8b", 11 * 2**20, machine, ["memory.prefetch=true"]) is None
 

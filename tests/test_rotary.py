@@ -128,8 +128,17 @@ FACTORS = {
     "where": ("in place", "apart", "heads of wider tensors"),
     "tables": ("own", "expanded", "transposed"),
 }
-CASES = pairwise(FACTORS)
-TRITON_CASES = pairwise({**FACTORS, "dtype": ("float32", "bfloat16", "float16")}, seed=1)
+# A layer's own norm: one head as wide as the hidden states.
+LAYERS = [
+    {"dtype": dtype, "d": d, "part": 0, "heads": 1, "rows": rows, "norm": norm, "eps": 1e-3, "where": where, "tables": "own"}
+    for d, dtype, rows, norm, where in (
+        (2048, "float32", 37, "wide", "apart"), (4096, "bfloat16", 21, "same dtype", "in place"), (5120, "bfloat16", 9, "wide", "apart"),
+        (5120, "float32", 7, "same dtype", "in place"), (12288, "float16", 3, "same dtype", "apart"),
+        (16384, "bfloat16", 5, "same dtype", "in place"), (16384, "float32", 3, "wide", "apart"),
+    )
+]
+CASES = pairwise(FACTORS) + LAYERS
+TRITON_CASES = pairwise({**FACTORS, "dtype": ("float32", "bfloat16", "float16")}, seed=1) + LAYERS
 ROUNDED = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2.5e-3, torch.float16: 4e-4}    # once
 PARTS = ("result", "gradient of x", "gradient of weight")
 
@@ -213,7 +222,6 @@ def error(got, want):
 def in_interpreter():
     """Triton in its interpreter against plain torch; printed as JSON. Its interpreter cuts fp32 down to bf16 where a GPU
     rounds, so results of bf16 inputs are compared as fp32 too."""
-    from upipe import rotary_triton
     found = {}
     for case in TRITON_CASES:
         pairs = zip(computed_chain(case, "triton"), computed_chain(case, "torch"))
@@ -225,10 +233,12 @@ def in_interpreter():
         found[f"into fp32, {dtype}"] = [
             error(*(finish_heads(x, cos, sin, new.clone(), backend=b, **more) for b in ("triton", "torch"))),
             error(*(unfinish_heads(grad, cos, sin, new.clone(), raw=x, backend=b, **more) for b in ("triton", "torch"))), None]
-    rotary_triton.PROGRAMS = 3                              # each program walks several blocks of rows
-    sums = [computed_chain({**INTO_FP32, "rows": 300}, b)[2] for b in ("triton", "triton", "torch")]
-    found["several blocks a program"] = [None, None, error(sums[0], sums[2])]
-    found["same bits"] = bool(torch.equal(sums[0], sums[1]))
+    rotary.PROGRAMS = 3                                     # each program walks several blocks of rows
+    found["same bits"] = True
+    for name, case in (("several blocks a program", {**INTO_FP32, "rows": 300}), ("several rows a program", {**LAYERS[0], "rows": 11})):
+        sums = [computed_chain(case, b)[2] for b in ("triton", "triton", "torch")]
+        found[name] = [None, None, error(sums[0], sums[2])]
+        found["same bits"] &= bool(torch.equal(sums[0], sums[1]))
     for shape in ((0, 2, 8), (3, 0, 8)):
         empty(shape, "triton")
     far_offsets("triton")
@@ -237,7 +247,8 @@ def in_interpreter():
 
 INTO_FP32 = {"dtype": "float32", "d": 80, "part": 0.5, "heads": 2, "rows": 37, "norm": "wide", "eps": 1e-3,
              "where": "apart", "tables": "own"}
-MORE = [f"into fp32, {dtype}" for dtype in ("float32", "bfloat16", "float16")] + ["several blocks a program"]
+MORE = [f"into fp32, {dtype}" for dtype in ("float32", "bfloat16", "float16")] + [
+    "several blocks a program", "several rows a program"]
 
 
 @pytest.fixture(scope="module")
@@ -264,9 +275,9 @@ def test_triton_sums_in_a_fixed_order(interpreted):
 
 
 @pytest.mark.parametrize("forward", [True, False])
-@pytest.mark.parametrize("d, R", [(128, 128), (80, 80), (128, 64), (128, 0)])
+@pytest.mark.parametrize("d, R", [(128, 128), (80, 80), (128, 64), (128, 0), (2048, 0), (4096, 0), (5120, 0), (8192, 0), (16384, 0)])
 def test_kernels_compile_for_hopper(tmp_path, monkeypatch, forward, d, R):
-    """The interpreter checks no types and makes no code: compile to PTX for sm_90 (no GPU needed), 16 bytes a load."""
+    """The interpreter checks no types and makes no code: compile for sm_90 (no GPU needed), 16 bytes a load, all in registers."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -280,14 +291,32 @@ def test_kernels_compile_for_hopper(tmp_path, monkeypatch, forward, d, R):
     tiles = rotary_triton._tiles(x, torch.empty(2, 1, R) if R else None, x, changed=True)
     constants = {**tiles, "blocks": 2, "cos_d": 1, "sin_d": 1}
     types = {"eps": "fp32", "weight": "*fp32", "partial": "*fp32"}
+    if d > 256:
+        types["weight"], constants = "*bf16", constants | {"cos": None, "sin": None}
     types |= dict.fromkeys(("x", "out", "grad", "raw", "cos", "sin"), "*bf16") | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     multiples = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(signature.items())
                  if name != "rows" and kind[0] in "*i"}
     constants = {(kernel.arg_names.index(name),): value for name, value in constants.items() if name in kernel.arg_names}
     compiled = triton.compile(ASTSource(kernel, signature, constants, multiples), target=GPUTarget("cuda", 90, 32),
-                              options={"num_warps": rotary_triton.WARPS})
+                              options={"num_warps": rotary_triton._warps(tiles)})
     assert "ld.global.v4.b32" in compiled.asm["ptx"] and "st.global.v4.b32" in compiled.asm["ptx"]
+    assembler = triton.knobs.nvidia.ptxas.path
+    (tmp_path / "kernel.ptx").write_text(compiled.asm["ptx"])
+    told = subprocess.run([assembler, "-v", "--gpu-name=sm_90a", "-o", tmp_path / "kernel.cubin", tmp_path / "kernel.ptx"],
+                          capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in told, told
+
+
+@pytest.mark.parametrize("d, rows_of_tile", [(64, 16), (128, 8), (2048, 1), (4096, 1), (5120, 1), (16384, 1)])
+@pytest.mark.parametrize("rows", [1, 300, 4096, 8192, 10**6])
+def test_partial_sums_are_few(rows, d, rows_of_tile):
+    """Of a weight's gradient: at most 8 MiB beside a tile, by programs that cover every row and are no more than needed."""
+    programs, walked = rotary.sums_of(rows, d, rows_of_tile)
+    most = min(4096, 2**23 // (4 * d))
+    assert programs <= most and walked & walked - 1 == 0
+    assert (programs - 1) * walked * rows_of_tile < rows <= programs * walked * rows_of_tile
+    assert walked == 1 or rows > most * walked // 2 * rows_of_tile, "half as many tiles would do"
 
 
 def empty(shape, backend):

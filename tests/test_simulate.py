@@ -44,8 +44,8 @@ def test_a_fused_layer_is_what_the_counting_experiment_finds(overlap):
     found = simulate.simulate(case, (65536,))
     counted = live_layer.layer_peaks(65536, 8, **SHAPES["llama3_8b"], width=14336, overlap=overlap)
     assert found.backward[0] == pytest.approx(counted["backward"][0], rel=0.01)
-    # That one gives the norm two fp32 temporaries of 2048 rows, which the GPU's has not; this one has positions.
-    assert -8 * 65536 - 1024 < counted["first forward"][0] - found.forward[0] < 0.1 * GIB
+    # This one has positions.
+    assert -8 * 65536 - 1024 < counted["first forward"][0] - found.forward[0] <= 0
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_keeping_results(tmp_path):
 
 
 def test_refusals_and_nothing_left_behind():
-    plain = block.exchange, preflight.check_groups, layer._normed, torch.is_grad_enabled()
+    plain = block.exchange, preflight.check_groups, layer.finish_heads, torch.is_grad_enabled()
     text = shape_of(hf_config(SMALL))
     with pytest.raises(ConfigError, match="use one of fa4"):
         simulate.simulate(Case(text, 2, "none"), (64,))
@@ -199,7 +199,7 @@ def test_refusals_and_nothing_left_behind():
         simulate.simulate(Case(text, 2, "fa4", heads_per_stage=3), (64,))
     with pytest.raises((ConfigError, PreflightError), match="dx"):
         simulate.simulate(Case(text, 2, "fa4", fused=True, dx="bf16"), (64,))
-    assert plain == (block.exchange, preflight.check_groups, layer._normed, torch.is_grad_enabled())
+    assert plain == (block.exchange, preflight.check_groups, layer.finish_heads, torch.is_grad_enabled())
 
 
 def test_lines_of_another_method_are_those_of_long_sequences():

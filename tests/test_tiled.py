@@ -134,6 +134,25 @@ def test_norm_is_bit_equal_and_its_gradients_are_right(name, dtype):
                 assert_close(what, a, r, 1e-6)
 
 
+@pytest.mark.parametrize("strides", ["expanded gradient", "parts of wider rows", "columns first"])
+def test_norm_of_rows_and_gradients_of_any_strides(strides):
+    module = part_of("mistral", "norm", torch.float32)
+    D = module.weight.shape[0]
+    x, grad = (torch.randn(2, 11, D, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    if strides == "expanded gradient":
+        grad = grad[:1, :1, :1].expand(2, 11, D)
+    elif strides == "parts of wider rows":
+        x, grad = torch.cat((x, x), -1)[..., 3 : 3 + D], torch.cat((grad, grad), -1)[..., 1 : 1 + D]
+    else:
+        x, grad = (t.transpose(0, 2).contiguous().transpose(0, 2) for t in (x, grad))
+    leaf = x.detach().requires_grad_()
+    assert leaf.stride() == x.stride()
+    found = torch.autograd.grad(tiled_norm(leaf, module, 4), (leaf, module.weight), grad)
+    wanted = torch.autograd.grad(module(leaf), (leaf, module.weight), grad)
+    for a, b in zip(found, wanted):
+        assert_close(strides, a, b, 1e-6)
+
+
 def test_norm_of_an_fp32_weight_on_bf16_rows():
     for name in ("mistral", "olmo2", "gemma3"):
         module = part_of(name, "norm", torch.float32)

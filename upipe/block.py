@@ -599,22 +599,34 @@ class _Run:
     def q_heads(self, stage: int) -> list[range]:
         return [entry.q_heads for entry in self.sched.table[stage]]
 
+    def kv_heads(self, stage: int) -> list[range]:
+        """The kv heads that arrive in a stage."""
+        return [entry.kv_arriving for entry in self.sched.table[stage]]
+
+    def rows(self, name: str, stage: int) -> Buffer:
+        """The local rows' "k", "v" or "q" of a stage, which asks for them in this order."""
+        return self.product(name, self.x, *self.projection(name, stage))
+
+    def projection(self, name: str, stage: int) -> tuple[torch.Tensor, list[range], int, torch.Tensor | None]:
+        """Weight, heads of the stage, slot and bias of "k", "v" or "q"."""
+        if name == "q":
+            return self.wq, self.q_heads(stage), self.q_slot, self.w.bq
+        weight, bias = (self.wk, self.w.bk) if name == "k" else (self.wv, self.w.bv)
+        return weight, self.kv_heads(stage), self.kv_slot, bias
+
     def send_kv(self, stage: int, resident: dict) -> None:
         """Send the kv heads that arrive in this stage; this rank's are in `resident`, by stage of arrival."""
-        heads = [entry.kv_arriving for entry in self.sched.table[stage]]
+        heads = self.kv_heads(stage)
         if any(heads):
-            rows = self.product("k", self.x, self.wk, heads, self.kv_slot, self.w.bk)
-            k = self.to_heads(rows, heads, self.kv_slot, self.k_norm, rotate=True)
-            rows = self.product("v", self.x, self.wv, heads, self.kv_slot, self.w.bv)
-            v = self.to_heads(rows, heads, self.kv_slot)
+            k = self.to_heads(self.rows("k", stage), heads, self.kv_slot, self.k_norm, rotate=True)
+            v = self.to_heads(self.rows("v", stage), heads, self.kv_slot)
             resident[stage] = k, v, heads[self.spec.rank].start
 
     def send_q(self, stage: int, meanwhile=None) -> _Heads:
-        heads = self.q_heads(stage)
-        rows = self.product("q", self.x, self.wq, heads, self.q_slot, self.w.bq)
+        rows = self.rows("q", stage)
         if meanwhile is not None:
             meanwhile()
-        return self.to_heads(rows, heads, self.q_slot, self.q_norm, rotate=True)
+        return self.to_heads(rows, self.q_heads(stage), self.q_slot, self.q_norm, rotate=True)
 
     @staticmethod
     def kv_of(call, resident: dict) -> tuple[torch.Tensor, torch.Tensor]:

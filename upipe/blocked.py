@@ -204,6 +204,5 @@ def in_words(forward: Tokens, backward: Tokens) -> str:
 def in_blocks(kernel: Kernel, forward: Tokens, backward: Tokens, gpu: str | None = None, name: str | None = None) -> Kernel:
     """`BlockedAttention`, or the kernel itself where both are "none"; "auto" is, where nothing of the GPU and kernel was measured."""
     check_tokens(forward, backward)
-    if "auto" in (forward, backward) and not kernel_blocks.measured(gpu, kernel.name if name is None else name):
-        forward, backward = ("none" if tokens == "auto" else tokens for tokens in (forward, backward))
+    forward, backward = kernel_blocks.settled((forward, backward), gpu, kernel.name if name is None else name)
     return kernel if forward == backward == "none" else BlockedAttention(kernel, forward, backward, gpu, name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,12 @@ def table() -> tuple[dict, ...]:
 def measured(gpu: str | None, kernel: str, rows: tuple[dict, ...] | None = None) -> tuple[dict, ...]:
     """The rows of a GPU and kernel."""
     return tuple(row for row in (table() if rows is None else rows) if (row["gpu"], row["kernel"]) == (gpu, kernel))
+
+
+def settled(tokens: Iterable[int | str], gpu: str | None, kernel: str) -> tuple[int | str, ...]:
+    """Each of some `blocked.Tokens`; "auto" is "none" where nothing of the GPU and kernel was measured."""
+    known = measured(gpu, kernel)
+    return tuple("none" if value == "auto" and not known else value for value in tokens)
 
 
 def choose(

@@ -5,8 +5,8 @@
 A layer made of parts, checkpointed, holds its normed input, the attention's result, the residual and gradients of each
 beside the stage buffers, because no part may touch what another one still reads. Here the order of work is known, so
 
-- the normed input exists a tile of rows at a time, inside each product with it (the norm is computed again for every
-  product; a normed copy would be one more u, and the cost is a pass over x a product);
+- the normed input exists a tile of rows at a time (the norm is computed again in every stage, once for its q, k and v; a normed
+  copy would be one more u, and the cost is a pass over x a stage);
 - h exists a tile of rows at a time;
 - the incoming gradient becomes, in place, the gradient of h and then that of x, if nothing else holds it;
 - the recompute hands the attention output and its log-sum-exp to the backward, so attention's forward runs twice a step
@@ -36,7 +36,7 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear
 
 from upipe import block, models, preflight, tiled, workspace
 from upipe.apply import block_spec
@@ -44,13 +44,15 @@ from upipe.block import BlockSpec, Moved, Norm, Projections, _HostCopy, _Run, _S
 from upipe.loss import add_product
 from upipe.offload import HostInput, OffloadError, decoder_layers, input_on_host
 from upipe.preflight import PreflightError
-from upipe.rotary import rms_norm_backward
+from upipe.rotary import finish_heads
 from upipe.schedule import HeadSchedule
 from upipe.tiled import Counts
+from upipe.workspace import Buffer
 
 MLP_TOKENS = 4096
-NORM_ROWS = 2048
-"""Rows at a time in a norm and its backward, whose temporaries may be fp32."""
+PASS_BYTES = 7
+"""Bytes of x in a norm's pass, each read and written, in the time that one byte takes between GPUs of a node: 0.8 x 4800 GB/s of an
+H200's memory by twice the 272 GB/s measured of its all-to-all."""
 
 SERVED = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -269,12 +271,13 @@ class _DecoderLayer(torch.autograd.Function):
 
 
 class _LayerRun(_Run):
-    """One forward or backward of a layer: the attention's stages with the norm inside each product, and the row tiles."""
+    """One forward or backward of a layer: the attention's stages with the norm inside their products, and the row tiles."""
 
     def __init__(
         self, spec: LayerSpec, schedule: HeadSchedule, weights: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
         self.layer, self.lw = spec, weights
+        self.made: dict[str, Buffer] = {}
         super().__init__(spec.block, schedule, weights.attention, x, cos, sin)
 
     @property
@@ -306,24 +309,48 @@ class _LayerRun(_Run):
         for rows, x in self.streamed(self.tiles(), self.x):
             yield rows, _normed(x, self.lw.input_norm, self.layer.input_eps)
 
-    def project(self, heads: range, weight, bias) -> torch.Tensor:
-        part = self.rows_of(heads)
-        result = self.x.new_empty(self.N, len(heads) * self.d)
-        for rows, n in self.normed():
-            result[rows] = linear(n, weight[part], None if bias is None else bias[part])
-        return result.view(self.N, len(heads), self.d)
+    @property
+    def one_pass(self) -> bool:
+        """Whether k, v and q of a stage come from one pass over x. The exchanges of k and v have no product to run under then: with
+        `overlap` only where each takes no longer than the pass that it saves. Alike on all ranks."""
+        sent = (self.P - 1) * self.kv_slot * self.d
+        return not self.spec.overlap or PASS_BYTES * sent <= self.D
 
-    def product(self, role, source, weight, heads, slot, bias=None, columns=False):
-        if source is not self.x:
-            return super().product(role, source, weight, heads, slot, bias, columns)
-        buffer = self.take(role, slot)
-        part = self.joined(heads, weight).t()
-        bias = None if bias is None else self.joined(heads, bias)
-        target = buffer.view(self.dtype, self.N, part.shape[1])
+    def rows(self, name: str, stage: int) -> Buffer:
+        if name not in self.made:
+            joint = self.one_pass and any(self.kv_heads(stage))
+            self.made = self.products(("k", "v", "q") if joint else (name,), stage)
+        return self.made.pop(name)
+
+    def products(self, names: tuple[str, ...], stage: int) -> dict[str, Buffer]:
+        """Rows of "k", "v", "q" of a stage, by one pass over normed tiles of x."""
+        made, parts = {}, []
+        for name in names:
+            weight, heads, slot, bias = self.projection(name, stage)
+            part = self.joined(heads, weight).t()
+            made[name] = self.take(name, slot)
+            target = made[name].view(self.dtype, self.N, part.shape[1])
+            parts.append((target, part, None if bias is None else self.joined(heads, bias)))
         for rows, n in self.normed():
-            product_into(target[rows], n, part, bias)
+            for target, part, bias in parts:
+                product_into(target[rows], n, part, bias)
             del n
-        return buffer
+        return made
+
+    def unfinish(self, heads, pieces, norm, weight, bias, norm_grad, targets) -> None:
+        if not isinstance(norm, Norm):
+            super().unfinish(heads, pieces, norm, weight, bias, norm_grad, targets)
+            return
+        # One pass over x for the heads of all ranks.
+        weight, bias = self.joined(heads, weight), None if bias is None else self.joined(heads, bias)
+        for rows, n in self.normed():
+            raw = linear(n, weight, bias).view(len(n), -1, self.d).split([*map(len, heads)], dim=1)
+            for h, piece, target, part in zip(heads, pieces, targets, raw):
+                if h:
+                    block.unfinish_heads(
+                        piece[rows], self.cos[rows], self.sin[rows], out=target[rows], raw=part, weight=norm.weight, eps=norm.eps,
+                        weight_grad=norm_grad,
+                    )  # fmt: skip
 
     def mlp_tiles(self):
         step = self.layer.mlp_tokens
@@ -490,20 +517,14 @@ class _LayerRun(_Run):
 
     @staticmethod
     def _add_norm_backward(g, dn, source, weight, eps: float, total: torch.Tensor | None) -> None:
-        """g += the gradient of a norm's input, in place. g, dn (of its output), source (its input): [T, D]."""
-        for i in range(0, len(g), NORM_ROWS):
-            part = slice(i, i + NORM_ROWS)
-            share, weight_share = rms_norm_backward(dn[part], source[part], weight, eps)
-            g[part] += share
-            if total is not None:
-                total += weight_share
+        """g += the gradient of a norm's input, in place. g, dn (of its output, which is used up), source (its input): [T, D]."""
+        g += tiled.norm_backward(dn, source, weight, eps, dn, total)
 
 
 def _normed(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of [T, D], rounded once."""
-    result = torch.empty_like(rows)
-    for i in range(0, len(rows), NORM_ROWS):
-        result[i : i + NORM_ROWS] = rms_norm(rows[i : i + NORM_ROWS], (rows.shape[1],), weight, eps)
+    """RMS norm of [T, D], rounded once: one kernel on a GPU."""
+    result = rows.new_empty(rows.shape)
+    finish_heads(rows.contiguous()[:, None], None, None, out=result[:, None], weight=weight, eps=eps)
     return result
 
 
@@ -560,6 +581,7 @@ class _OffloadedRun(_LayerRun):
     """
 
     keep_output = False
+    one_pass = True  # x comes from the host for each
     mlp_sums = (*_LayerRun.mlp_sums, "wo", "bo")
 
     def __init__(self, spec, schedule, weights, x, cos, sin, source: HostInput | None = None) -> None:
@@ -719,21 +741,6 @@ class _OffloadedRun(_LayerRun):
         slab = self.stages.stages[stage]
         _wait(self.slabs.fetch(buffer.view(self.dtype, slab.numel()), slab))
 
-    def unfinish(self, heads, pieces, norm, weight, bias, norm_grad, targets) -> None:
-        if not isinstance(norm, Norm):
-            super().unfinish(heads, pieces, norm, weight, bias, norm_grad, targets)
-            return
-        # By tiles, so that x comes once for the heads of all ranks.
-        for rows, n in self.normed():
-            for h, piece, target in zip(heads, pieces, targets):
-                if h:
-                    part = self.rows_of(h)
-                    raw = linear(n, weight[part], None if bias is None else bias[part]).view(-1, len(h), self.d)
-                    block.unfinish_heads(
-                        piece[rows], self.cos[rows], self.sin[rows], out=target[rows], raw=raw, weight=norm.weight, eps=norm.eps,
-                        weight_grad=norm_grad,
-                    )  # fmt: skip
-
 
 class _OffloadedSums(_LayerSums):
     """dq of a stage goes to the host, over the stage's attention output."""
@@ -763,17 +770,13 @@ def moved_bytes(
     """
     x, out = rows * hidden * itemsize, rows * schedule.heads * head_dim * itemsize
     lse = 4 * rows * schedule.ranks * len(schedule.owned[0]) * on_host
-    arriving, leaving = (
-        sum(any(getattr(entry, name) for entry in row) for row in schedule.table) for name in ("kv_arriving", "kv_leaving")
-    )
-    stages = len(schedule.table)
-    walk = stages + 2 * arriving
-    again = walk * (not on_host)
+    stages, leaving = len(schedule.table), sum(any(entry.kv_leaving for entry in row) for row in schedule.table)
+    again = stages * (not on_host)
     return Moved(
         # Attention output, once more where it is made again; the gradient, twice; dq.
         to_host=out * (2 + (1 + first_of_pair) * (not on_host)) + 2 * x + lse,
         # x in each walk over the stages and for the norms; the gradient in one; both in the MLP's tiles and in those of rows.
-        to_device=x * (again + walk + norm * (stages + leaving) + stages + 4) + out * (4 + first_of_pair) + lse,
+        to_device=x * (again + stages + norm * (stages + leaving) + stages + 4) + out * (4 + first_of_pair) + lse,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from upipe import workspace
+from upipe import rotary, workspace
 from upipe.kernels import Case, Kernel
 from upipe.ring import Messages, Ring
 
@@ -107,6 +107,21 @@ def _line() -> str:
             return f"{Path(path).name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return "?"
+
+
+def finish_heads(x, cos, sin, out=None, **options):
+    """Stands for the Triton kernel of `rotary.finish_heads`, which allocates nothing."""
+    return x if out is None else out
+
+
+def unfinish_heads(grad, cos, sin, out=None, raw=None, weight=None, eps=0.0, weight_grad=None):
+    """Stands for that of `rotary.unfinish_heads`: allocates its partial sums of the weight's gradient."""
+    if weight_grad is not None:
+        rows, _, d = grad.shape
+        half = 0 if cos is None else cos.shape[-1] // 2
+        programs, _ = rotary.sums_of(rows, d, rotary.tile_of(half, d - 2 * half)[2])
+        weight_grad += torch.empty(programs, d, dtype=torch.float32, device=grad.device).sum(0)
+    return grad if out is None else out
 
 
 class SimulatedAttention(Kernel):

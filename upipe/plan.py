@@ -277,12 +277,8 @@ def cases_of(run: RunConfig, shape: str, kernel: str, width: int | None, gpu: st
 
 def blocks_of(run: RunConfig, kernel: str, gpu: str | None) -> tuple[int | str, int | str, str | None]:
     """Blocks of a kernel's forward and backward, and the GPU by whose table "auto" is settled. "auto" is "none" where that has nothing."""
-    blocks = run.upipe.kernel_block_tokens, run.upipe.kernel_block_tokens_backward
-    if "auto" not in blocks:
-        return *blocks, None
-    if kernel_blocks.measured(gpu, kernel):
-        return *blocks, gpu
-    return *("none" if tokens == "auto" else tokens for tokens in blocks), None
+    blocks = kernel_blocks.settled((run.upipe.kernel_block_tokens, run.upipe.kernel_block_tokens_backward), gpu, kernel)
+    return *blocks, gpu if "auto" in blocks else None
 
 
 def table_name(machine: Machine) -> str:

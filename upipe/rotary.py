@@ -1,4 +1,5 @@
-"""Per-head RMS norm and rotary embedding of rows of heads, with their backward, in place on a stage's buffer.
+"""Per-head RMS norm and rotary embedding of rows of heads, with their backward, in place on a stage's buffer. A head may be as
+wide as the hidden states: that is a layer's own norm.
 
 Shapes: N rows (local tokens x batch), h heads, d head dim, R <= d rotated dims (R < d: a partial rotation, as with
 `partial_rotary_factor`; the rest passes through). cos, sin: [N, 1, R] of the rows' own positions, any float dtype.
@@ -23,6 +24,10 @@ import torch
 BACKENDS = ("auto", "torch", "triton")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK = 2**20  # elements that plain torch works on at a time: 4 MiB a temporary in fp32
+TILE = 1024    # elements of a Triton tile of narrow heads: with 4 warps, one 16-byte load of bf16 a thread
+PROGRAMS = 4096
+SUMS = 2**23
+"""Programs of the Triton kernel at most that each write a partial sum [d] of the weight's gradient in fp32, and their bytes."""
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -195,6 +200,19 @@ def _triton():
         return None
     from upipe import rotary_triton
     return rotary_triton
+
+
+def tile_of(half: int, rest: int) -> tuple[int, int, int]:
+    """Elements a row of the Triton kernels' tiles of the rotated halves and of the rest, and rows of a tile."""
+    half_tile, rest_tile = (1 << max(0, n - 1).bit_length() for n in (half, rest))
+    return half_tile, rest_tile, max(1, TILE // max(half_tile, rest_tile))
+
+
+def sums_of(rows: int, d: int, rows_of_tile: int) -> tuple[int, int]:
+    """Programs that write partial sums [d], and tiles that each of them walks: a power of two, as each is compiled."""
+    tiles, most = -(-rows // rows_of_tile), max(1, min(PROGRAMS, SUMS // (4 * d)))
+    walked = 1 << max(0, -(-tiles // most) - 1).bit_length()
+    return -(-tiles // walked), walked
 
 
 def _chunks(x: torch.Tensor):

@@ -16,9 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 1024      # elements of a tile: with 4 warps, one 16-byte load of bf16 a thread
-WARPS = 4
-PROGRAMS = 4096  # at most, where each writes a partial sum of the weight's gradient
+from upipe import rotary
+
+WIDEST: tl.constexpr = tl.constexpr(8192)
+"""Of a wider tile a thread has no registers for the norm's weight beside the rest, and reads it again for each row."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -91,7 +92,7 @@ def _unfinish(
             sum_b = tl.zeros([ROWS, HALF_TILE], tl.float32)
     if D > 2 * HALF:
         j = 2 * HALF + tl.arange(0, REST_TILE)[None, :]
-        if weight is not None:
+        if weight is not None and REST_TILE <= WIDEST:
             weight_c = tl.load(weight + j, mask=j < D, other=0.0).to(tl.float32)
         if partial is not None:
             sum_c = tl.zeros([ROWS, REST_TILE], tl.float32)
@@ -145,6 +146,8 @@ def _unfinish(
                     unit_c *= inverse
                     if partial is not None:
                         sum_c += c * unit_c
+                    if REST_TILE > WIDEST:
+                        weight_c = tl.load(weight + j, mask=j < D, other=0.0).to(tl.float32)
                     c *= weight_c
                     mean += tl.sum(c * unit_c, axis=1, keep_dims=True)
                 mean = mean / D
@@ -184,7 +187,7 @@ def finish(x, cos, sin, out, weight, eps) -> None:
     with _on(x):
         _finish[(triton.cdiv(rows, tiles["ROWS"]),)](
             x, out, cos, sin, _flat(weight), *_strides(x), *_strides(out), *_table(cos), *_table(sin),
-            rows, eps, **tiles, num_warps=WARPS,
+            rows, eps, **tiles, num_warps=_warps(tiles),
         )
 
 
@@ -198,13 +201,12 @@ def unfinish(grad, cos, sin, out, raw, weight, eps, weight_grad) -> None:
     if weight is None:
         raw = None
     if weight_grad is not None:
-        blocks = triton.next_power_of_2(triton.cdiv(programs, PROGRAMS))  # a few values, each compiled
-        programs = triton.cdiv(programs, blocks)
+        programs, blocks = rotary.sums_of(rows, d, tiles["ROWS"])
         partial = torch.empty(programs, d, dtype=torch.float32, device=grad.device)
     with _on(grad):
         _unfinish[(programs,)](
             grad, out, cos, sin, raw, _flat(weight), partial, *_strides(grad), *_strides(out), *_strides(raw),
-            *_table(cos), *_table(sin), rows, eps, blocks, **tiles, num_warps=WARPS,
+            *_table(cos), *_table(sin), rows, eps, blocks, **tiles, num_warps=_warps(tiles),
         )
         if weight_grad is not None:
             weight_grad += partial.sum(0)
@@ -215,9 +217,14 @@ def _tiles(x, cos, out, changed: bool) -> dict:
     half = 0 if cos is None else cos.shape[-1] // 2
     in_place = out.data_ptr() == x.data_ptr() and out.stride() == x.stride() and out.dtype == x.dtype
     dims = 2 * half if in_place and not changed else x.shape[2]
-    half_tile, rest_tile = triton.next_power_of_2(max(1, half)), triton.next_power_of_2(max(1, dims - 2 * half))
-    return {"heads": x.shape[1], "D": dims, "HALF": half, "HALF_TILE": half_tile, "REST_TILE": rest_tile,
-            "ROWS": max(1, TILE // max(half_tile, rest_tile))}
+    half_tile, rest_tile, rows = rotary.tile_of(half, dims - 2 * half)
+    return {"heads": x.shape[1], "D": dims, "HALF": half, "HALF_TILE": half_tile, "REST_TILE": rest_tile, "ROWS": rows}
+
+
+def _warps(tiles) -> int:
+    """4 for tiles of narrow heads; of a tile wider than `rotary.TILE` so many that a thread has 16 elements a tensor, and at most 16:
+    more leave a thread too few registers."""
+    return min(16, max(4, max(tiles["HALF_TILE"], tiles["REST_TILE"]) // 512))
 
 
 def _is_work(x, tiles) -> bool:

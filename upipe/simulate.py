@@ -40,7 +40,7 @@ from upipe.block import checkpoint_contexts
 from upipe.build import ModelConfig, enable_checkpointing, hf_config
 from upipe.config import ConfigError
 from upipe.layer import FusedLayersConfig, apply_fused_layers, layer_contexts
-from upipe.live import LiveStorages, SimulatedAttention, SimulatedRing
+from upipe.live import LiveStorages, SimulatedAttention, SimulatedRing, finish_heads, unfinish_heads
 from upipe.methods import MethodConfig, apply_method, projection, simulated
 from upipe.methods.apply import MethodSharding
 from upipe.methods.config import CHUNK_TOKENS
@@ -303,9 +303,6 @@ def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
     def wide(a, b):
         return a.new_empty(*a.shape[:-1], b.shape[-1], dtype=loss.wide_dtype(a.dtype))
 
-    def norm_backward(g, dn, source, weight, eps, total, plain=layer._LayerRun._add_norm_backward):
-        plain(*(t[: layer.NORM_ROWS] for t in (g, dn, source)), weight, eps, total)
-
     def merge(out, lse, part, part_lse, plain=ring.merge_):
         rows = slice(0, max(1, ring.MERGE_TILE // out[:, 0].numel()))
         plain(out[:, rows], lse[:, :, rows], part[:, rows], part_lse[:, :, rows])
@@ -328,20 +325,18 @@ def without_a_device(case: Case, host: _Host, ring_rank: int = 0):
             free=lambda self: setattr(self, "freed", True),
         ),
         mock.patch.object(offload, "HostStore", lambda *args, **options: _SimulatedStore(host)),
-        # In place and without temporaries, as the Triton kernels and the GPU's products and norm are.
-        mock.patch.multiple(block, finish_heads=lambda *args, **options: None, unfinish_heads=lambda *args, **options: None),
+        # In place and without temporaries, as the Triton kernels and the GPU's products are.
+        mock.patch.multiple(block, finish_heads=finish_heads, unfinish_heads=unfinish_heads),
         mock.patch.multiple(loss, product=wide, add_product=_add_nothing),
-        mock.patch.object(tiled, "add_product", _add_nothing),
+        mock.patch.multiple(tiled, add_product=_add_nothing, unfinish_heads=unfinish_heads),
         # One of the equal turns of a loop over rows.
         mock.patch.object(ring, "merge_", merge),
-        mock.patch.multiple(layer, add_product=_add_nothing, _normed=lambda rows, weight, eps: torch.empty_like(rows)),
-        mock.patch.object(layer._LayerRun, "_add_norm_backward", staticmethod(norm_backward)),
+        mock.patch.multiple(layer, add_product=_add_nothing, finish_heads=finish_heads),
     ]
     if case.method != "upipe":
         groups = functools.partial(_Ranks, group=simulated.Group(case.ranks * case.ring))
         patches += [
-            # In place of temporaries, as the Triton kernel has none.
-            mock.patch.multiple(projection, finish_heads=lambda *args, **options: None, unfinish_heads=lambda *args, **options: None),
+            mock.patch.multiple(projection, finish_heads=finish_heads, unfinish_heads=unfinish_heads),
             mock.patch.object(MethodSharding, "kernel", lambda self, c: called),
             simulated.without_other_ranks(kernel, host.pool, groups, merge, ring_rank),
         ]

@@ -30,7 +30,7 @@ from torch.nn.functional import linear
 from upipe import loss, models, preflight
 from upipe.loss import LOSS_TILE_TOKENS, LossTerms, add_product, wide_dtype
 from upipe.preflight import PreflightError
-from upipe.rotary import rms_norm_backward
+from upipe.rotary import unfinish_heads
 
 MLP_TILE_TOKENS = 8192
 NORM_TILE_TOKENS = 8192
@@ -253,9 +253,16 @@ class _TiledNorm(torch.autograd.Function):
         factor = weight.to(wide) + ctx.offset
         total = torch.zeros_like(factor)
         for part in spec.tiles(rows.shape[0]):
-            dx_rows[part], share = rms_norm_backward(grads[part], rows[part], factor, ctx.eps)
-            total += share
+            norm_backward(grads[part], rows[part], factor, ctx.eps, dx_rows[part], total)
         return None, None, None, None, dx, total.to(weight.dtype)
+
+
+def norm_backward(grad, x, weight, eps: float, out, total: torch.Tensor | None) -> torch.Tensor:
+    """Backward of an RMS norm of [T, D], one kernel on a GPU: -> the gradient of its input x, in `out`, which may be grad itself.
+    total: [D] fp32 (fp64), to which the weight's gradient is added; None: that is not needed."""
+    grad, x = (t.contiguous()[:, None] for t in (grad, x))
+    unfinish_heads(grad, None, None, out=out[:, None], raw=x, weight=weight, eps=eps, weight_grad=total)
+    return out
 
 
 def _holders(grad: torch.Tensor) -> tuple[int, ...]:
