@@ -72,6 +72,13 @@ def test_no_text_is_cut_off_at_the_edge(sources, name):
     assert len(edges) > 5 and not out
 
 
+def test_every_measured_series_beside_the_planner_has_a_marker_of_its_own(sources):
+    drawn = figures.FAMILIES["planner"].draw(planner.rows(sources))
+    markers = {line.get_label(): line.get_marker() for axis in drawn.axes for line in axis.lines if "against measured" in line.get_label()}
+    figures.style.close(drawn)
+    assert len(set(markers.values())) == len(markers) > 10
+
+
 def test_the_curve_over_two_nodes_is_of_two_nodes_and_one_model(sources):
     """Table 3's rings in one node, and Qwen3-32B on two, are other points."""
     found = multinode.two_nodes(sources)
