@@ -23,7 +23,7 @@ block=${1:?name a block: full, methods, long or planner}
 shift
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 show=
-[[ ${1:-} == --show-commands ]] && show=echo && shift
+[[ ${1:-} == --show-commands ]] && show="echo" && shift
 more=("$@")
 run() { $show "$@" ${more[@]+"${more[@]}"}; }
 on() { run torchrun --standalone --nproc_per_node "$1" -m experiments.stack --allocator-cap 77 --kernel fa4 "${@:2}"; }

@@ -31,6 +31,7 @@ shift 2
 attempt=${SLURM_RESTART_COUNT:-0}
 run=${UPIPE_RUNS:-$root/runs/slurm}/$SLURM_JOB_NAME-$SLURM_JOB_ID
 mkdir -p "$run"
+run=$(cd "$run" && pwd) # config.yaml in it names it, and paths of a YAML file are relative to that file
 
 # The environment of every rank.
 # shellcheck source=slurm/nccl.sh

@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from experiments import figures
 from experiments.figures import __main__ as command
-from experiments.figures import breakdown, claims, notebooks, planner, results, throughput, values
+from experiments.figures import breakdown, claims, multinode, notebooks, planner, results, throughput, values
 from upipe import records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,58 @@ def test_what_is_committed_is_what_the_command_makes(sources):
         assert figures.to_csv(family.rows(sources)) == (figures.FOLDER / f"{name}.csv").read_text(encoding="utf-8"), hint
         for path in (figures.FOLDER / f"{name}.png", figures.FOLDER / f"{name}.pdf", notebooks.FOLDER / f"{name}.ipynb"):
             assert path.stat().st_size > 2000, path
+
+
+def test_every_picture_is_a_figure_s_and_the_notebooks_show_the_same():
+    """A picture that no command draws is none of the records'; a notebook that was not run again has another figure's size."""
+    assert {path.stem for path in figures.FOLDER.glob("*.p[nd][gf]")} == set(figures.FAMILIES)
+    for folder in (figures.FOLDER, notebooks.FOLDER):
+        assert {path.stem for path in folder.glob("*.png")} == set(figures.FAMILIES)
+    for name in figures.FAMILIES:
+        sizes = [Image.open(folder / f"{name}.png").size for folder in (figures.FOLDER, notebooks.FOLDER)]
+        assert sizes[0] == sizes[1], f"{name}: run python -m experiments.figures notebooks"
+
+
+@pytest.mark.parametrize("name", ["breakdown", "multinode", "planner"])
+def test_no_text_is_cut_off_at_the_edge(sources, name):
+    """Titles, names of axes and legends, which are what a layout may push out of the picture; ticks out of view are not drawn."""
+    drawn = figures.FAMILIES[name].draw(figures.FAMILIES[name].rows(sources))
+    with figures.style.look():
+        drawn.canvas.draw()
+    texts = [text for axis in drawn.axes for text in (axis._left_title, axis.title, axis.xaxis.label, axis.yaxis.label, *axis.texts)]
+    texts += [text for legend in (*drawn.legends, *filter(None, (axis.get_legend() for axis in drawn.axes))) for text in legend.get_texts()]
+    edges = [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
+    inside = drawn.bbox.padded(1)
+    out = [text for text, box in edges if not (inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1))]
+    figures.style.close(drawn)
+    assert len(edges) > 5 and not out
+
+
+def test_every_measured_series_beside_the_planner_has_a_marker_of_its_own(sources):
+    drawn = figures.FAMILIES["planner"].draw(planner.rows(sources))
+    markers = {line.get_label(): line.get_marker() for axis in drawn.axes for line in axis.lines if "against measured" in line.get_label()}
+    figures.style.close(drawn)
+    assert len(set(markers.values())) == len(markers) > 10
+
+
+def test_the_curve_over_two_nodes_is_of_two_nodes_and_one_model(sources):
+    """Table 3's rings in one node, and Qwen3-32B on two, are other points."""
+    found = multinode.two_nodes(sources)
+    assert {(r["model"], r["gpus"], r["ring"]) for r in found} == {("llama3-8b", 16, 2)} and len(found) >= 10
+    assert {row.gpus for row in multinode.rows(sources)} == {16}
+    said = claims.two_nodes(sources)[1].split("; ")
+    assert [text.split(":")[0] for text in said] == [f"*predicted* {length}" for length in ("512K", "2M", "4M", "6M", "8M")]
+
+
+def test_a_breakdown_keeps_profiles_and_compares_within_a_run(folder, sources):
+    """A later step without a profile takes no profiled one's place, and each run's steps stand beside its own Ulysses."""
+    (old,) = [r for r in sources.every if r["method"] == "ulysses" and r["tokens"] == 2**19 and breakdown._profile(r)]
+    later = old | {"profile": None, "trace": None, "run_id": "later", "date": "2999-01-01T00:00:00Z"}
+    found = breakdown.rows(added(folder, [later]))
+    runs = {(row.note, values.run_of(row)) for row in found if (row.method, row.tokens) == ("ulysses", 2**19) and "model" in row.setting}
+    assert {("profiled step", f"stack.jsonl, {old['run_id']}"), ("timed step", "stack.jsonl, later")} <= runs
+    at_1m = [row for row in found if row.tokens == 2**20]
+    assert {values.run_of(row) for row in at_1m} == {values.run_of(row) for row in at_1m if row.method == "ulysses"}
 
 
 def test_a_record_without_a_time_is_drawn_by_its_memory(sources, folder):
@@ -166,6 +219,7 @@ def test_a_search_that_was_cut_off_is_not_drawn_as_a_limit(folder, sources):
     figure = figures.FAMILIES["memory-ladder"].draw(mine)
     texts = [text.get_text() for axis in figure.axes for text in axis.texts]
     assert "256K or more: the search was cut off" in texts and "OOM" not in texts
+    assert "some 256K or more (the search was cut off)" in claims.eightfold(added(folder, []))[1]
 
 
 def added(folder, found):
@@ -247,6 +301,11 @@ def test_no_two_points_of_a_group_have_one_label():
 def test_an_unknown_figure_is_refused_by_name(capsys):
     assert command.main(["tabel3"]) == 2
     assert "no figure 'tabel3'" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_draws_no_figure_of_published_numbers_alone(tmp_path, capsys):
+    assert command.main(["multinode", "--results", str(tmp_path / "resluts"), "--out", str(tmp_path / "out")]) == 2
+    assert "no folder of records" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def run_notebook(name, folder):

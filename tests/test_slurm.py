@@ -53,6 +53,21 @@ def ended(cluster, job, out):
     return state == "COMPLETED"
 
 
+def test_a_relative_folder_of_runs_is_made_absolute(tmp_path):
+    """The configuration in the run folder names the folder, and a YAML file's paths are relative to it."""
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} $*\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
+    job |= {"UPIPE_RUNS": "my runs", "UPIPE_PYTHON": "echo", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", ROOT / "slurm" / "launch.sh", "train", "my.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | job, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "my runs" / "job-7"
+    assert f"train.run_dir={run}/run --save-config {run}/config.yaml" in done.stdout
+    assert f"train {run}/config.yaml --resume auto" in done.stdout
+
+
 def test_shellcheck():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")

@@ -70,7 +70,8 @@ FAMILIES = {
     "breakdown": Family(
         "Where a step's time goes",
         "From the profiler's events of one step on the GPU that the other waits for; only what computation does not hide counts as "
-        "exchange or host copy. The paper's own breakdown was not published in numbers.",
+        "exchange or host copy. Attention blocks are under checkpointing; of whole models a panel is a run. The paper's own "
+        "breakdown was not published in numbers.",
         breakdown.rows, breakdown.draw,
     ),
     "planner": Family(

@@ -12,7 +12,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from experiments.figures import style
-from experiments.figures.values import Row, Sources, from_record, grouped
+from experiments.figures.throughput import compared
+from experiments.figures.values import Row, Sources, from_record, grouped, run_of
 from upipe import profiling
 from upipe.records import format_tokens
 
@@ -49,13 +50,18 @@ def parts(profile: dict[str, Any]) -> dict[str, float]:
 
 
 def rows(sources: Sources) -> list[Row]:
-    """Parts (ms) of the last profiled record of each point; of whole models without a profile forward, backward, optimizer."""
+    """Parts (ms) of the last profiled record of each point; of whole models' steps without a profile forward, backward, optimizer, of
+    the last record of each point and the baselines of its run."""
     found = []
-    last: dict[tuple, dict] = {}
+    profiled: dict[tuple, dict] = {}
     for record in sources.every:
-        if record["gpus"] and record["outcome"] == "ok" and (_profile(record) or record.get("scope") == "model" and record.get("parts_s")):
-            last[tuple(record.get(name) for name in ("experiment", "model", "layers", "point"))] = record
-    for record in last.values():
+        if _profile(record):
+            profiled[tuple(record.get(name) for name in ("experiment", "model", "layers", "point"))] = record
+    wanted = {id(record) for record in (*profiled.values(), *compared(sources).records)}
+    for record in sources.every:
+        drawn = _profile(record) or record.get("scope") == "model" and record.get("parts_s")
+        if id(record) not in wanted or not drawn or not record["gpus"] or record["outcome"] != "ok":
+            continue
         profile = _profile(record)
         split = parts(profile) if profile else {name: 1e3 * s for name, s in record["parts_s"].items()}
         whole = from_record(record, "step_time", setting=_setting(record), unit="ms")
@@ -74,14 +80,14 @@ def _setting(record: dict[str, Any]) -> str:
 
 
 def draw(found: list[Row]) -> Figure:
-    panels = grouped(found, lambda r: (r.model, r.layers, r.gpus, r.gpu, r.setting.split(", ")[0], r.tokens, r.note))
+    panels = grouped(found, _panel)
     panels = dict(sorted(panels.items(), key=lambda item: (item[0][4], item[0][0], item[0][1] or 0, item[0][5])))
     counts = [len(grouped(mine, lambda r: r.series)) for mine in panels.values()] or [3]
     figure, axes = style.figure(len(counts), 1, 9, 0.27 * sum(counts) + 1.2 * len(counts), height_ratios=[n + 2.2 for n in counts])
     if not panels:
         style.nothing(axes[0][0])
         return figure
-    for axis, ((_, layers, gpus, gpu, scope, tokens, note), mine) in zip(axes[:, 0], panels.items()):
+    for axis, ((_, layers, gpus, gpu, scope, tokens, note, run), mine) in zip(axes[:, 0], panels.items()):
         bars = grouped(sorted(mine, key=lambda r: r.kernel or ""), lambda r: r.series)
         for place, same in enumerate(bars.values()):
             left, whole = 0.0, sum(row.value for row in same)
@@ -100,10 +106,18 @@ def draw(found: list[Row]) -> Figure:
         axis.margins(x=0.1)
         axis.grid(axis="y", visible=False)
         axis.set_xlabel("time (ms)")
-        deep = f"{layers} layers" if scope == "model" else "a checkpointed attention block"
-        axis.set_title(f"{style.model(mine[0])}, {deep}, {format_tokens(tokens)} tokens, {gpus} × {gpu}, measured ({note})", loc="left")
+        deep = f"{layers} layers" if scope == "model" else "attention block"
+        note += f", …{run}" if run else ""
+        title = f"{style.model(mine[0])}, {deep}, {format_tokens(tokens)} tokens, {gpus} × {gpu}, measured ({note})"
+        axis.set_title(title, loc="left", fontsize=8.5)
     style.legend_below(figure, axes[:, 0], 3)
     return figure
+
+
+def _panel(row: Row) -> tuple:
+    """What the bars of a panel have in common. Steps of whole models are compared within a run."""
+    scope = row.setting.split(", ")[0]
+    return row.model, row.layers, row.gpus, row.gpu, scope, row.tokens, row.note, run_of(row)[-6:] if scope == "model" else ""
 
 
 def _label(row: Row) -> str:

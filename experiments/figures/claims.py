@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments import points
-from experiments.figures import results, widths
+from experiments.figures import multinode, results, widths
 from experiments.figures.style import KERNELS, METHODS, MODELS
-from experiments.figures.throughput import whole_models
 from experiments.figures.values import Sources, grouped, markdown, model_of, number, our_method, pick
 from upipe.records import format_tokens
 
@@ -106,7 +105,8 @@ def eightfold(sources: Sources) -> tuple[str, str]:
     bars = [results.figure1(sources, f"fsdp{more}", "peak_attention") for more in ("", "+ulysses", "+ulysses+checkpoint")]
     own = f"Figure 1, attention: {' → '.join(f'{bar:g}' for bar in bars)} GiB, {bars[0] / bars[1]:.2f}× and {bars[1] / bars[2]:.2f}×"
     ladder = [r for r in sources.records if r.get("preset") == "figure1" and r.get("longest_tokens") and r["gpus"]]
-    said = ", ".join(f"{r['rung']} {format_tokens(r['longest_tokens'])}" for r in ladder)
+    more = {True: "", False: " or more (the search was cut off)"}
+    said = ", ".join(f"{r['rung']} {format_tokens(r['longest_tokens'])}{more[r['search_complete']]}" for r in ladder)
     how = "8 is the number of GPUs (Ulysses) and a matter of what a layer saves (checkpointing), not a constant. "
     return own, how + (f"*measured*, longest length in {ladder[0]['cap_gib']:g} GiB on two GPUs: {said}" if said else "Not measured")
 
@@ -127,7 +127,7 @@ def two_nodes(sources: Sources) -> tuple[str, str]:
     peak = value(sources, figure="figure5-multinode", method="upipe-8u2r", metric="peak", tokens=8 * 2**20)
     ratios = [row["value"] for row in published(sources, metric="throughput_ratio")]
     own = f"{peak:g} GiB at 8M, where USP is out of memory; throughput {min(ratios):.3f} to {max(ratios):.3f} of USP's (read off the plots)"
-    ours = [r for r in whole_models(sources) if (r["ring"] or 1) > 1 and r["gpus"] >= 16 and r["method"] == "upipe"]
+    ours = [r for r in multinode.two_nodes(sources) if r["method"] == "upipe"]
     said = "; ".join(f"*{r['provenance']}* {format_tokens(r['tokens'])}: {_ended(r)}" for r in ours)
     return own, said or "Not measured, not predicted"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -11,20 +12,28 @@ from experiments.figures.throughput import PUBLISHED, whole_models
 from experiments.figures.values import Row, Sources, from_record, from_reported, model_of, over_ulysses, pick
 
 
+def two_nodes(sources: Sources) -> list[dict[str, Any]]:
+    """Records of the curve's model at full depth on more GPUs than a node has, with a ring.
+
+    Table 3's rings in one node, and its other model on two, are other points.
+    """
+    gpus, layers, _ = PUBLISHED["llama3-8b"]  # Table 3's is one node
+    mine = [r for r in whole_models(sources) if model_of(r["model"]) == "llama3-8b" and r["layers"] == layers]
+    return [r for r in mine if r["gpus"] > gpus and (r["ring"] or 1) > 1]
+
+
 def rows(sources: Sources) -> list[Row]:
-    """The published curves (digitised), and records of Llama3-8B at full depth with more than one ring rank."""
+    """The published curves (digitised), and ours of its set-up (`two_nodes`)."""
     published = [r for r in sources.published if r["figure"] == "figure5-multinode"]
     found = from_reported(r for r in published if r["metric"] == "peak")
     ratio = {"metric": "throughput over Ulysses", "method": "upipe-8u2r"}
     found += from_reported((r for r in published if r["metric"] == "throughput_ratio"), **ratio)
     ours = []
-    for record in whole_models(sources):
-        ring = record["ring"] or 1
-        if model_of(record["model"]) == "llama3-8b" and record["layers"] == PUBLISHED["llama3-8b"][1] and ring > 1:
-            shape = f"{record['sp']}u{ring}r"
-            for metric in ("peak", "throughput"):
-                row = from_record(record, metric)
-                ours.append(dataclasses.replace(row, setting=", ".join(filter(None, (shape, row.setting)))))
+    for record in two_nodes(sources):
+        shape = f"{record['sp']}u{record['ring']}r"
+        for metric in ("peak", "throughput"):
+            row = from_record(record, metric)
+            ours.append(dataclasses.replace(row, setting=", ".join(filter(None, (shape, row.setting)))))
     return [*found, *ours, *over_ulysses(ours)]
 
 

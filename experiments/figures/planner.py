@@ -18,7 +18,7 @@ from experiments.figures.throughput import whole_models
 from experiments.figures.values import METRICS, Row, Sources, from_record, from_reported, grouped, model_of, our_method, pick, stack_of
 
 COMPARED = ("step_time", "throughput", "peak", "peak_above_states", "peak_above_inputs")
-MARKERS = ("s", "^", "D", "v", "P", "X", "h")
+MARKERS = ("s", "^", "D", "v", "P", "X", "h", "o", "<", ">", "d", "p", "*", "x", "+", "1", "2", "3", "4", "8", "|", "_")
 AIMS = {"time": 15, "memory": 5}
 """Percent, of docs/plan.md."""
 

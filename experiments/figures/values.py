@@ -19,6 +19,7 @@ from typing import Any
 from experiments import points
 from experiments.table import REPORTED, latest, read_reported
 from upipe import records
+from upipe.config import ConfigError
 from upipe.records import Method, format_tokens, method_of
 
 RESULTS = points.ROOT / "experiments" / "results"
@@ -78,7 +79,9 @@ class Sources:
 
 
 def load(results: Path = RESULTS, reported: Path = REPORTED) -> Sources:
-    """Read every record of a folder and the published numbers. Raises RecordError, ConfigError."""
+    """Read every record of a folder and the published numbers. Raises RecordError, ConfigError, also where there is no such folder."""
+    if not Path(results).is_dir():
+        raise ConfigError(f"{results}: no folder of records; the repository's is {RESULTS}")
     every = [record for path in sorted(Path(results).glob("*.jsonl")) for record in records.load(path)]
     return Sources(latest(every), every, read_reported(Path(reported)))
 
