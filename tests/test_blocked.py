@@ -368,8 +368,36 @@ def test_the_planner_counts_them():
     blocks = predicted("upipe.kernel_block_tokens=128K", "upipe.kernel_block_tokens_backward=128K")
     assert blocks.phases["backward"] > single.phases["backward"] and blocks.phases["loss"] == single.phases["loss"]
     assert ", cudnn in blocks of 128K\n" in blocks.text() and ", cudnn\n" in single.text()
-    assert "blocks of attention calls: in memory" in blocks.text() and "blocks of attention" not in single.text()
-    assert blocks.time == single.time
+    assert "blocks of attention calls: by times measured" in blocks.text() and "blocks of attention" not in single.text()
+
+
+@pytest.mark.parametrize("words, calls", [
+    ((), {"forward": (4, 1), "backward": (1, 1)}),                  # a forward's stages are four times as wide
+    (("upipe.overlap=false",), {"forward": (1, 1), "backward": (1, 1)}),
+    (("method=ulysses",), {"forward": (16, 4), "backward": (16, 4)}),
+])
+def test_the_planner_takes_their_measured_times(words, calls):
+    def time(*more, tokens=2**19, machine="2xH200"):
+        run = plan.request("llama3-8b", tokens, 2, ["model.layers=4", "upipe.kernel=cudnn", *words, *more])
+        return plan.predict(run, plan.Machine.parse(machine), kept=True).time
+
+    single = time("upipe.kernel_block_tokens=none")
+    for way, size in (("forward", "kernel_block_tokens=64K"), ("backward", "kernel_block_tokens_backward=64K")):
+        found = time("upipe.kernel_block_tokens=none", f"upipe.{size}")
+        row = kernel_blocks.nearest(2**19, *calls[way], 128, "NVIDIA H200", "cudnn")
+        ratio = row[way]["none"] / row[way]["65536"]
+        assert found[f"attention, {way}"] == pytest.approx(single[f"attention, {way}"] / ratio) and ratio != 1
+        other = {"forward": "attention, backward", "backward": "attention, forward"}[way]
+        assert found[other] == single[other]
+    assert time()["attention, forward"] < 0.95 * single["attention, forward"]
+    for same in ({"tokens": 2**16}, {"machine": "2xH100-80GB"}):
+        assert time(**same)["attention, forward"] == time("upipe.kernel_block_tokens=none", **same)["attention, forward"]
+
+
+@pytest.mark.parametrize("size, expected", [("none", 1.0), ("auto", 1.1), (65536, 1.1), (32768, 110 / 102), (16384, 1.0)])
+def test_speed(size, expected):
+    assert kernel_blocks.speed(size, "forward", 2**19, 4, 1, 128, "G", "cudnn", ROWS) == pytest.approx(expected)
+    assert kernel_blocks.speed(size, "forward", 2**16, 4, 1, 128, "G", "cudnn", ROWS) == 1.0
 
 
 def test_auto_without_a_row_is_simulated_as_single_calls(monkeypatch):

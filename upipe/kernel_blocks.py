@@ -45,19 +45,43 @@ def choose(
     of these the longest not above `tokens`: shorter sequences gain less. In it the fastest blocks, if the single call is over 1 %
     slower.
     """
-    known = [row for row in measured(gpu, kernel, rows) if row["head_dim"] == head_dim and row["tokens"] <= tokens]
-    if not known:
+    row = nearest(tokens, heads, kv_heads, head_dim, gpu, kernel, rows)
+    if row is None:
         return None, f"nothing was measured for {kernel} up to {tokens} tokens of head dim {head_dim} on {gpu or 'CPU'}"
-
-    def apart(row: dict) -> tuple[float, float]:
-        group = row["heads"] / row["kv_heads"]
-        return abs(math.log(group * kv_heads / heads)), abs(math.log(row["heads"] / heads))
-
-    nearest = min(map(apart, known))
-    row = max((row for row in known if apart(row) == nearest), key=lambda row: row["tokens"])
     times = row[direction]
     where = f"{row['heads']} heads on {row['kv_heads']} at {row['tokens']} tokens"
     best = min((ms, int(block)) for block, ms in times.items() if block != "none")
     if times["none"] <= GAIN * best[0]:
         return None, f"no blocks are over 1 % faster with {where}"
     return best[1], f"{times['none'] / best[0] - 1:.1%} faster than the single call with {where}"
+
+
+def nearest(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, gpu: str | None, kernel: str, rows: tuple[dict, ...] | None = None
+) -> dict | None:
+    """The row by which such a call is judged, see `choose`; None where there is none."""
+    known = [row for row in measured(gpu, kernel, rows) if row["head_dim"] == head_dim and row["tokens"] <= tokens]
+
+    def apart(row: dict) -> tuple[float, float]:
+        group = row["heads"] / row["kv_heads"]
+        return abs(math.log(group * kv_heads / heads)), abs(math.log(row["heads"] / heads))
+
+    least = min(map(apart, known), default=None)
+    return max((row for row in known if apart(row) == least), key=lambda row: row["tokens"], default=None)
+
+
+def speed(
+    size: int | str, direction: Literal["forward", "backward"], tokens: int, heads: int, kv_heads: int, head_dim: int, gpu: str | None,
+    kernel: str, rows: tuple[dict, ...] | None = None,
+) -> float:
+    """How many times as fast as the single call a causal call in blocks is, in the row that it is judged by.
+
+    Args:
+        size: a `blocked.Tokens`. Blocks that were not measured there are taken to be as fast as the single call.
+    """
+    case = (tokens, heads, kv_heads, head_dim, gpu, kernel, rows)
+    block = choose(direction, *case)[0] if size == "auto" else size
+    row = nearest(*case)
+    if row is None or block is None or str(block) not in row[direction]:
+        return 1.0
+    return row[direction]["none"] / row[direction][str(block)]

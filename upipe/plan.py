@@ -43,6 +43,7 @@ import yaml
 
 from upipe import blocked, kernel_blocks, layer, models, preflight, simulate, stage_width
 from upipe.apply import host_layers
+from upipe.block import BlockSpec
 from upipe.build import ModelConfig, hf_config, is_glm, model_sizes
 from upipe.config import ConfigError, load, to_mapping
 from upipe.glm.config import preset_shapes as glm_shapes
@@ -52,6 +53,7 @@ from upipe.methods.layouts import Zigzag
 from upipe.optimize import deepspeed_config
 from upipe.presets import preset_shapes
 from upipe.records import format_tokens
+from upipe.schedule import HeadSchedule
 from upipe.simulate import Case, peaks_of, shape_of
 from upipe.trainer import RunConfig
 
@@ -458,12 +460,13 @@ class Prediction:
         where = "now" if not self.kept else "kept in plan_layers.json"
         if self.kept and not simulate.is_current():
             where += ", of other code than this: python -m upipe.simulate makes it again"
+        blocks = "by times measured on one H200 (kernel_blocks.json); where nothing was, as single calls"
         return {
             "layer and loss": f"simulated with the real code ({where})",
             "attention kernel's own memory": kernel, "states, buffers": "arithmetic", "margin, system": "assumed",
             "rates": f"{attention}, links, products of heads {scaled}; other products, gathers, 8-GPU host copies, what a ring hides "
             "assumed",
-        } | ({"blocks of attention calls": "in memory; time is that of single calls"} if self.blocks else {})  # fmt: skip
+        } | ({"blocks of attention calls": blocks} if self.blocks else {})  # fmt: skip
 
     @property
     def blocks(self) -> str:
@@ -653,6 +656,21 @@ def _host(run, machine: Machine, plan, sizes) -> dict[str, float]:
     }  # fmt: skip
 
 
+def _blocks_speed(run: RunConfig, machine: Machine, schedule: HeadSchedule, kernel: str, head_dim: int) -> dict[str, float]:
+    """How many times as fast as single calls attention is in the run's blocks, forward and backward, by the first stage's calls."""
+    upipe, gpu = run.upipe, table_name(machine)
+    case = {"overlap": upipe.overlap, "dx": upipe.dx}
+    wide = BlockSpec(schedule, rank=0, group=None, kernel=None, head_dim=head_dim, scale=1.0, **case).forward_schedule
+    found = {}
+    for way, size, mine in zip(("forward", "backward"), blocks_of(run, kernel, gpu), (wide, schedule)):
+        call = mine.table[0][0].calls[0]
+        heads = call.q_count, call.kv_count
+        if run.method.name != "upipe":
+            heads = tuple(max(1, n // schedule.ranks) for n in (schedule.heads, schedule.kv_heads))
+        found[way] = kernel_blocks.speed(size, way, run.data.tokens, *heads, head_dim, gpu, kernel)
+    return found
+
+
 def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_dim: int) -> dict[str, float]:
     """Seconds of an optimizer step by what takes them."""
     train, memory, upipe, table, gpu = run.train, run.memory, run.upipe, rates(), machine.gpu
@@ -677,8 +695,12 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     chunks = -(-S // (run.method.chunk_tokens or methods.CHUNK_TOKENS)) if method == "fpdt" else 1
     length = -(-S // chunks) if method == "fpdt" else length
     forward_s = each / _tflops(kernel, "forward", length, machine) / 1e12
-    forward = forward_s * sum(n * score for n, score in zip(runs, scores))
-    backward = 2.5 * each * sum(scores) / _tflops(kernel, "backward", length, machine) / 1e12
+    faster = _blocks_speed(run, machine, schedule, kernel, head_dim) if ring == 1 and chunks == 1 else {}
+    # Windows are not cut into blocks.
+    full, scored = [S * S / 2 == score for score in scores], list(zip(runs, scores))
+    forward = forward_s * sum(n * score / (faster.get("forward", 1.0) if whole else 1.0) for (n, score), whole in zip(scored, full))
+    backward = 2.5 * each * sum(score / (faster.get("backward", 1.0) if whole else 1.0) for score, whole in zip(scores, full))
+    backward /= _tflops(kernel, "backward", length, machine) * 1e12
     # Products, in forward-equivalents: of UPipe and FPDT q, k and v again in backward, gate and up again where the MLP is tiled.
     D, H, K, d = sizes.hidden_size, schedule.heads, schedule.kv_heads, head_dim
     qkv, projections = D * d * (H + 2 * K), D * d * (2 * H + 2 * K)
