@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from upipe import environment, records
+from upipe import cli, environment, records
 from upipe.config import ConfigError
 from upipe.records import Record, RecordError, append, format_tokens, method_of, parse_tokens, validate
 
@@ -143,17 +143,17 @@ def test_a_torn_line_is_named_and_not_grown(tmp_path):
     append(made(MODEL), tmp_path)
     with pytest.raises(RecordError, match=r"made.jsonl:2: not JSON"):
         records.read(path)
-    assert records.main([str(path)]) == 1
+    assert cli.main(["records", str(path)]) == 1
 
 
 def test_command_validates_files_and_folders(tmp_path, capsys):
     path = append(made(MODEL), tmp_path)
-    assert records.main([str(tmp_path)]) == 0
+    assert cli.main(["records", str(tmp_path)]) == 0
     assert "1 records in 1 files, 0 problems" in capsys.readouterr().out
     path.rename(tmp_path / "other.jsonl")
-    assert records.main([str(tmp_path / "other.jsonl")]) == 1
+    assert cli.main(["records", str(tmp_path / "other.jsonl")]) == 1
     assert "in the file of 'other'" in capsys.readouterr().err
-    assert records.main([str(tmp_path / "none")]) == 1
+    assert cli.main(["records", str(tmp_path / "none")]) == 1
 
 
 def test_all_committed_records_are_valid():

@@ -1,4 +1,4 @@
-"""The `upipe` command: `upipe train CONFIG.yaml [key=value ...]`, `upipe plan`, `upipe demo`, `upipe export` and `upipe models`."""
+"""The `upipe` command: `upipe train CONFIG.yaml [key=value ...]`, and `upipe plan`, `demo`, `export`, `records`, `models`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from upipe import checkpoint, models, outcomes, plan, plan_check
+from upipe import checkpoint, models, outcomes, plan, plan_check, records
 from upipe.build import ModelConfig, build_model, count_parameters
 from upipe.config import ConfigError, load, parse_length, to_mapping
 from upipe.glm.config import preset_shapes as glm_shapes
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     # The deepspeed launcher puts it before the command.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,plan,demo,export,models}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{train,plan,demo,export,records,models}")
 
     train = commands.add_parser(
         "train",
@@ -156,6 +156,10 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run's folder for its newest")
     export.add_argument("out", metavar="OUT", help="the folder to write; must be new or empty")
     export.set_defaults(run=_export)
+
+    checked = commands.add_parser("records", help="check files of records (JSON lines), or folders of them")
+    checked.add_argument("paths", metavar="PATH", nargs="+", help="a .jsonl file, or a folder of such")
+    checked.set_defaults(run=lambda arguments: records.command(arguments.paths))
 
     listed = commands.add_parser("models", help="list the architectures that are served, and the shape presets")
     listed.set_defaults(run=_models)

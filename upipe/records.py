@@ -1,7 +1,7 @@
 """Records: every measurement of the project is one JSON line in `experiments/results/<experiment>.jsonl`.
 
 `Record` names the fields, `validate` says what makes a record trustworthy, `append` writes one line. The command
-`python -m upipe.records PATH...` validates files or folders of records.
+`upipe records PATH...` validates files or folders of records.
 
 Units: lengths are binary (1M = 1048576 tokens), GiB = 2**30 bytes, times are seconds, throughput is tokens/s/GPU.
 u, the unit of `peak_units`, is one bf16 hidden-state shard: micro-batch x local tokens x hidden size x 2 bytes, where
@@ -413,12 +413,8 @@ def problems_in(path: Path) -> list[str]:
     return problems
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Validate the files or folders named; returns 0, or 1 where there is a problem."""
-    paths = sys.argv[1:] if arguments is None else arguments
-    if not paths or paths[0].startswith("-"):
-        print("usage: python -m upipe.records PATH...   (files of records, or folders of them)")
-        return 0 if paths in (["--help"], ["-h"]) else 2
+def command(paths: Iterable[str | Path]) -> int:
+    """`upipe records`: validate the files or folders named; returns 0, or 1 where there is a problem."""
     try:
         found = files(paths)
         problems = [problem for path in found for problem in problems_in(path)]
@@ -430,7 +426,3 @@ def main(arguments: list[str] | None = None) -> int:
         print(problem, file=sys.stderr)
     print(f"{count} records in {len(found)} files, {len(problems)} problems")
     return 1 if problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
