@@ -45,10 +45,10 @@ methods512K) on 2 experiments.stack --layers 4 --tokens 512K --profile --once --
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
 512K)        on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart \
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
-blocks)      on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart --settings ulysses ulysses:blocks=auto \
-                 upipe:host,layer=fused,blocks=auto upipe:device,layer=fused,blocks=auto "$@" ;;
-blocks1M)    on 2 experiments.stack --layers 2 --tokens 1M --once --short 64K --apart --settings ulysses ulysses:blocks=auto \
-                 upipe:host,layer=fused,blocks=auto upipe:device,layer=fused,blocks=auto "$@" ;;
+blocks)      on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart --settings ulysses:blocks=auto \
+                 upipe:device,layer=fused,blocks=auto ulysses upipe:host,layer=fused,blocks=auto "$@" ;;
+blocks1M)    on 2 experiments.stack --layers 2 --tokens 1M --once --short 64K --apart --settings ulysses:blocks=auto \
+                 upipe:device,layer=fused,blocks=auto ulysses upipe:host,layer=fused,blocks=auto "$@" ;;
 widths)      on 2 experiments.stack --layers 4 --tokens 256K --once --short 64K --settings upipe:layer=fused \
                  upipe:U=4,layer=fused upipe:U=8,layer=fused upipe:U=16,layer=fused upipe:U=H,layer=fused "$@" ;;
 gradients)   on 2 experiments.gradients --layers 4 --tokens 8K 64K --kernel fa4 --methods ulysses ring upipe:host upipe:device "$@" ;;
