@@ -378,7 +378,7 @@ def _divided(pieces: list[tuple[int, str, Span]], start: float, end: float) -> d
 @dataclass
 class StepTrace:
     """A traced step. Made by `trace`; filled when its block ends. path: of the Chrome trace (open it in Perfetto).
-    times: by phase. parts: by part. gpu: whether they are a GPU's."""
+    times: by phase. parts: by part, None where nothing in it has one. gpu: whether they are a GPU's."""
 
     path: Path
     times: dict[str, PhaseTimes] | None = None
@@ -395,17 +395,18 @@ class StepTrace:
             numbers = (t.host_ms, t.busy_ms, *(t.ms[kind] for kind in KINDS), t.exposed_ms)
             lines.append(f"  {phase:<11}" + "".join(f"{number:>11.1f}" for number in numbers))
         lines.append("exposed: exchanges and copies while nothing else runs")
-        lines += ["", f"ms of {what} by part", f"  {'part':<11}{'ms':>11}{'share':>11}{'moving':>11}"]
-        window = self.parts.window_ms
-        for part, time in (self.parts.ms | {"window": window}).items():
-            moving = f"{self.parts.communication_ms[part]:>11.1f}" if part in self.parts.communication_ms else ""
-            lines.append(f"  {part:<11}{time:>11.1f}{f'{100 * time / window:.1f} %' if window else '':>11}{moving}")
-        lines.append("moving: its exchanges or host copies, also while something else runs; ms has those alone that nothing hides")
+        if self.parts is not None:
+            lines += ["", f"ms of {what} by part", f"  {'part':<11}{'ms':>11}{'share':>11}{'moving':>11}"]
+            window, moving = self.parts.window_ms, self.parts.communication_ms
+            for part, time in (self.parts.ms | {"window": window}).items():
+                also = f"{moving[part]:>11.1f}" if part in moving else ""
+                lines.append(f"  {part:<11}{time:>11.1f}{100 * time / window:>10.1f}%{also}")
+            lines.append("moving: its exchanges or host copies, hidden or not; ms has of them what no computation hides")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """The table's numbers."""
-        return {"gpu": self.gpu, "phases": {phase: vars(times) for phase, times in self._done().items()}, "parts": vars(self.parts)}
+        return {"gpu": self.gpu, "phases": {phase: vars(times) for phase, times in self._done().items()}, "parts": self.parts and vars(self.parts)}
 
     def _done(self) -> dict[str, PhaseTimes]:
         if self.times is None:
@@ -436,7 +437,7 @@ def trace(engine: nn.Module, path: str | Path):
     with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
         events = json.load(file)["traceEvents"]
     made.times, made.gpu = by_phase(events)
-    made.parts = by_part(events)
+    made.parts = by_part(events) if has_parts(events) else None
 
 
 class StepProfile:
