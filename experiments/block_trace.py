@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from upipe.parts import named
 from upipe.profiling import HOST_CATEGORIES, Span, by_part, has_parts, length, overlap, union
 
 COMPUTE, NCCL, HOST = "compute", "nccl", "host_copies"
@@ -73,7 +74,7 @@ def summary(events: Iterable[dict[str, Any]], top: int = 12) -> dict[str, Any]:
     if not everything:
         raise ValueError("the trace has no GPU event: nothing ran on a GPU, or the profiler was not allowed to see it")
     window, busy = everything[-1][1] - everything[0][0], length(everything)
-    named = by_part(events) if has_parts(events) else None
+    parts = by_part(events) if has_parts(events) else None
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
     return {
         "window_ms": window / 1e3,
@@ -84,7 +85,7 @@ def summary(events: Iterable[dict[str, Any]], top: int = 12) -> dict[str, Any]:
         HOST: exposure(spans[HOST], spans[COMPUTE]),
         "communication": exposure(spans[NCCL] + spans[HOST], spans[COMPUTE]),
         "top": [{"name": n[:100], "ms": sum(d) / 1e3, "share": sum(d) / window, "count": len(d)} for n, d in longest],
-    } | ({} if named is None else {"parts_ms": named.ms, "communication_ms": named.communication_ms})
+    } | ({} if parts is None else {"parts_ms": parts.ms, "communication_ms": parts.communication_ms})
 
 
 def after_marker(events: list[dict[str, Any]], marker: str = MARKER) -> list[dict[str, Any]]:
@@ -115,9 +116,25 @@ def trace(
         with nullcontext() if naming is None else naming:
             step()
         torch.cuda.synchronize()
+    events = _events(profiler)
+    host = [] if naming is None else [e for e in events if e.get("cat") in HOST_CATEGORIES]
+    return after_marker(events) + host
+
+
+def parts_of(step: Callable[[], None], together: Callable[[], None], engine: torch.nn.Module) -> dict[str, Any]:
+    """`summary` of one step of an engine (or model) with its parts. Without a GPU of torch's operators, and only window_ms, parts_ms and
+    communication_ms. together: as in `trace`."""
+    if torch.cuda.is_available():
+        return summary(trace(step, together, named(engine)))
+    together()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, named(engine):
+        step()
+    found = by_part(_events(profiler))
+    return {"window_ms": found.window_ms, "parts_ms": found.ms, "communication_ms": found.communication_ms}
+
+
+def _events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    host = [] if naming is None else [e for e in events if e.get("cat") in HOST_CATEGORIES]
-    return after_marker(events) + host
+        return json.loads(path.read_text())["traceEvents"]

@@ -13,6 +13,7 @@
 #   methods512K the same at 512K, one timed step each                                              (about 6 min)
 #   1M          2 layers at 1M: Ulysses and UPipe (fused layers), one timed step each              (about 5 min)
 #   512K        4 layers at 512K: the same                                                         (about 4 min)
+#   breakdown   4 layers at 128K and 512K: what each part of a step takes, Ulysses and UPipe         (about 7 min expected, not run yet)
 #   blocks      Ulysses and UPipe (fused layers) at 512K, attention's forward in the kernel's fastest blocks     (about 4 min)
 #   blocks1M    the same with 2 layers at 1M                                                       (about 6 min)
 #   widths      the U ablation: 4 layers at 256K (fused layers, output on the device), U = 2 to 32  (about 2 min)
@@ -22,7 +23,7 @@
 #   trl         one GPU: the TRL guide's ladder under 77 GiB                                       (about 3 min)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-parts="alst, whole, qwen, offload, within, ladder, methods, methods512K, 512K, 1M, blocks, blocks1M, widths, gradients, one, one-offload or trl"
+parts="alst, whole, qwen, offload, within, ladder, methods, methods512K, 512K, 1M, breakdown, blocks, blocks1M, widths, gradients, one, one-offload or trl"
 part=${1:?name a part: $parts}
 shift
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
@@ -44,6 +45,8 @@ methods512K) on 2 experiments.stack --layers 4 --tokens 512K --profile --once --
 1M)          on 2 experiments.stack --layers 2 --tokens 1M --once --short 64K --apart \
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
 512K)        on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart \
+                 --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
+breakdown)   on 2 experiments.stack --layers 4 --tokens 128K 512K --profile --once --short 64K --apart \
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
 blocks)      on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart --settings ulysses ulysses:blocks=auto \
                  upipe:host,layer=fused,blocks=auto upipe:device,layer=fused,blocks=auto "$@" ;;

@@ -72,7 +72,7 @@ from experiments.stack_methods import (
     named_kernel,
 )
 from experiments.stack_report import NORM_BOUND, PARTS, disagreements, ratios, table
-from upipe import kernels, outcomes, parts, records, workspace
+from upipe import kernels, outcomes, records, workspace
 from upipe.build import hf_config
 from upipe.config import ConfigError
 from upipe.environment import code, environment
@@ -311,7 +311,7 @@ class Bench:
         if self.options.profile:
             engine = self.engines[setting.engine]
             engine.activate(setting)
-            values["trace"] = block_trace.summary(block_trace.trace(run, dist.barrier, parts.named(engine.engine)))
+            values["trace"] = block_trace.parts_of(run, dist.barrier, engine.engine)
         else:
             run()
         return seconds

@@ -27,15 +27,19 @@ from upipe.parts import (
 )
 from upipe.profiling import IDLE, by_part
 
-WIDE = {"architecture": "qwen3", "hidden_size": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate_size": 768, "vocab_size": 2048}
+WIDE = {
+    "architecture": "qwen3", "hidden_size": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate_size": 768, "vocab_size": 2048,
+}  # fmt: skip
 OTHER_SHARE = 0.15
 """Most that `other` may be of the computation of layers, loss and other, in `WIDE` at 256 tokens a rank. Measured 0.01 to 0.06."""
 
 
 def made_up():
     """A step on two host threads with spans and one without, on three streams of a GPU; times in us."""
-    named = [(PROJECTION, 0, 10, 1), (ATTENTION, 11, 20, 1), (ALL_TO_ALL, 12, 14, 1), (MLP, 21, 30, 1), (ZERO, 22, 23, 1), (NORM, 44, 46, 2),
-             (OPTIMIZER, 60, 70, 1)]  # fmt: skip
+    named = [
+        (PROJECTION, 0, 10, 1), (ATTENTION, 11, 20, 1), (ALL_TO_ALL, 12, 14, 1), (MLP, 21, 30, 1), (ZERO, 22, 23, 1), (NORM, 44, 46, 2),
+        (OPTIMIZER, 60, 70, 1),
+    ]  # fmt: skip
     work = [
         # category, name, launched at, on thread, start, end
         ("kernel", "nvjet_tst", 5, 1, 1000, 1100),
@@ -110,11 +114,11 @@ def test_names_are_taken_off_again_and_a_name_that_is_gone_is_refused():
     after = state(rows, model)
     assert all(a is not b for a, b in zip(before[0], during[0])) and before[1] != during[1]
     assert all(a is b for a, b in zip(before[0], after[0])) and before[1] == after[1]
-    with pytest.raises(AttributeError, match="_Run does not define vanished"), parts.named(model, [*rows, Named(block._Run, "vanished", MLP)]):
-        pass
     # Inherited is not defined: setting it there would not be undone by setting it back.
-    with pytest.raises(AttributeError, match="does not define named_modules"), parts.named(model, [Named(type(model), "named_modules", MLP)]):
-        pass
+    for owner, attribute in ((block._Run, "vanished"), (type(model), "named_modules")):
+        found = [*rows, Named(owner, attribute, MLP)]
+        with pytest.raises(AttributeError, match=f"{owner.__name__} does not define {attribute}"), parts.named(model, found):
+            pass
     assert all(a is b for a, b in zip(before[0], state(rows, model)[0]))
 
 
@@ -167,7 +171,8 @@ def check(found, ranks):
         assert [{key: late[key] - early[key] for key in late} for early, late in zip(second[3], traced[3])] == grown, setting
         ms, moving = of["ms"], of["communication_ms"]
         assert sum(ms.values()) == pytest.approx(of["window_ms"]) and min(ms.values()) >= 0, setting
-        offload = "offload=none" not in setting and "checkpoint=off" not in setting
+        # DeepSpeed's offload leaves tensors of the CPU alone.
+        offload = "checkpoint=off" not in setting and setting != "alst"
         missing = [part for part in PARTS if not ms[part] > 0 and part not in (ALL_TO_ALL, ZERO, OFFLOAD)]
         missing += [OFFLOAD] * (offload and not ms[OFFLOAD] > 0)
         missing += [part for part in (ALL_TO_ALL, ZERO) if ranks > 1 and not moving[part] > 0]

@@ -406,7 +406,8 @@ class StepTrace:
 
     def to_dict(self) -> dict[str, Any]:
         """The table's numbers."""
-        return {"gpu": self.gpu, "phases": {phase: vars(times) for phase, times in self._done().items()}, "parts": self.parts and vars(self.parts)}
+        phases_ms = {phase: vars(times) for phase, times in self._done().items()}
+        return {"gpu": self.gpu, "phases": phases_ms, "parts": None if self.parts is None else vars(self.parts)}
 
     def _done(self) -> dict[str, PhaseTimes]:
         if self.times is None:
