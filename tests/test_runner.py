@@ -281,6 +281,11 @@ def test_small_variants_run(tmp_path, name):
     assert len(made) == len(points.expand(points.read(path, variant), path.parent))
     for r in made:
         assert r["outcome"] == "ok" and r["loss"] == pytest.approx(math.log(256), abs=0.2), r["reason"]
+        assert bool(r["trace"]) == name.startswith("breakdown")
+        if r["trace"]:
+            split = r["trace"]["parts_ms"]
+            assert sum(split.values()) == pytest.approx(r["trace"]["window_ms"]) and r["trace"]["communication_ms"]["all-to-all"] > 0
+            assert min(split[part] for part in ("projection", "attention", "output", "MLP", "norm", "loss", "offload", "optimizer")) > 0
         # These train in fp32, which the planner has no kernel of a GPU for, and says so.
         assert "fits" in r["predicted"] or r["predicted"]["declined"].startswith("train.dtype=fp32"), r["predicted"]
 

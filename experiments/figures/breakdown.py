@@ -36,9 +36,9 @@ LOOKS |= {
     PART + named.PROJECTION: ("projection (q, k, v)", "0.75", ""),
     PART + named.ALL_TO_ALL: ("all-to-all", "white", "////"),
     PART + named.ATTENTION: ("attention", "0.25", ""),
-    PART + named.OUTPUT: ("output projection", "0.55", ""),
-    PART + named.MLP: ("MLP", "0.4", ""),
-    PART + named.NORM: ("norms", "0.93", ""),
+    PART + named.OUTPUT: ("output projection", "0.9", ""),
+    PART + named.MLP: ("MLP", "0.55", ""),
+    PART + named.NORM: ("norms", "white", ""),
     PART + named.LOSS: ("loss and head", "0.75", "\\\\\\\\"),
     PART + named.OFFLOAD: ("offload", "white", "xxxx"),
     PART + named.OPTIMIZER: ("optimizer", "white", "||||"),
@@ -70,13 +70,14 @@ def parts(profile: dict[str, Any]) -> dict[str, float]:
 
 
 def rows(sources: Sources) -> list[Row]:
-    """Parts (ms) of the last profiled record of each point; of whole models' steps without a profile forward, backward, optimizer, of
+    """Parts (ms) of the last profiled record of each point, and of the last with named parts; of whole models' steps without a profile forward, backward, optimizer, of
     the last record of each point and the baselines of its run."""
     found = []
     profiled: dict[tuple, dict] = {}
     for record in sources.every:
         if _profile(record):
-            profiled[tuple(record.get(name) for name in ("experiment", "model", "layers", "point"))] = record
+            key = (record.get(name) for name in ("experiment", "model", "layers", "point"))
+            profiled[*key, bool(_profile(record).get("parts_ms"))] = record
     wanted = {id(record) for record in (*profiled.values(), *compared(sources).records)}
     for record in sources.every:
         drawn = _profile(record) or record.get("scope") == "model" and record.get("parts_s")
@@ -85,7 +86,7 @@ def rows(sources: Sources) -> list[Row]:
         profile = _profile(record)
         split = parts(profile) if profile else {name: 1e3 * s for name, s in record["parts_s"].items()}
         whole = from_record(record, "step_time", setting=_setting(record), unit="ms")
-        note = ("profiled step" + ", by part" * bool(profile.get("parts_ms"))) if profile else "timed step"
+        note = ("step by part" if profile.get("parts_ms") else "profiled step") if profile else "timed step"
         found += [dataclasses.replace(whole, metric=name, value=value, note=note) for name, value in split.items()]
     return found
 
