@@ -14,7 +14,7 @@ inside it.
 A second table is by part of the model and of the step (`by_part`; `parts` says which there are and how they are named):
   1. each kernel or copy is traced to the call that launched it, and so to the innermost named span of that host thread;
   2. two rules by name come first: an NCCL kernel is all-to-all inside attention's spans and ZeRO elsewhere, a copy between device
-     and host is offload except inside ZeRO's and the optimizer's;
+     and host is offload except inside ZeRO's and the optimizer's; an exchange of a thread without spans goes by its own name;
   3. each moment of the window is given away once: to the computation that runs; else to the exchange; else to the host copy;
      else it is idle. What runs at once on several streams shares it equally.
 
@@ -176,13 +176,23 @@ class _Work(NamedTuple):
 
 
 def _on_gpu(complete: list[dict[str, Any]], gpu: list[dict[str, Any]]) -> list[_Work]:
+    """Asked for by the launching call; where the profiler has none, as of a driver's call that it does not watch, by the operator."""
+    operators = {
+        e["args"]["External id"]: (float(e["ts"]), _thread(e))
+        for e in complete
+        if e.get("cat") == "cpu_op" and _is_operator(e["name"]) and "External id" in e.get("args", {})
+    }
     asked = {
         e["args"]["correlation"]: (float(e["ts"]), _thread(e))
         for e in complete
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
-    found = ((e, asked.get(e.get("args", {}).get("correlation"), (float(e["ts"]), None))) for e in gpu)
-    return [_Work(e["name"], e["cat"], *launched, _span(e)) for e, launched in found]
+    work = []
+    for e in gpu:
+        args = e.get("args", {})
+        launched = asked.get(args.get("correlation")) or operators.get(args.get("External id")) or (float(e["ts"]), None)
+        work.append(_Work(e["name"], e["cat"], *launched, _span(e)))
+    return work
 
 
 def _thread(event: dict[str, Any]) -> tuple:
@@ -340,16 +350,16 @@ _COMPUTES, _EXCHANGES, _COPIES = range(3)
 
 
 def _place(item: _Work, inside: str | None, named: bool) -> tuple[int, str]:
-    """Level and part. named: whether the thread has spans: gloo's own threads have none."""
+    """Level and part. named: whether the thread is known and has spans: gloo's own threads have none."""
     of_attention = inside in (parts.ATTENTION, parts.ALL_TO_ALL)
+    if not named:
+        of_attention = re.search(r"all_?to_?all|send|recv", item.name, re.I) is not None
     if item.category in ("kernel", "gpu_memcpy", "gpu_memset"):
         if "nccl" in item.name.lower() or "PtoP" in item.name:
             return _EXCHANGES, parts.ALL_TO_ALL if of_attention else parts.ZERO
         if item.category == "gpu_memcpy" and ("HtoD" in item.name or "DtoH" in item.name):
             return _COPIES, inside if inside in (parts.ZERO, parts.OPTIMIZER) else parts.OFFLOAD
     elif kind_of(item.name) == EXCHANGES:
-        if not named:
-            of_attention = re.search(r"all_?to_?all|send|recv", item.name) is not None
         return _EXCHANGES, parts.ALL_TO_ALL if of_attention else parts.ZERO
     return _COMPUTES, inside or parts.OTHER
 

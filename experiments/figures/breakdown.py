@@ -70,8 +70,8 @@ def parts(profile: dict[str, Any]) -> dict[str, float]:
 
 
 def rows(sources: Sources) -> list[Row]:
-    """Parts (ms) of the last profiled record of each point, and of the last with named parts; of whole models' steps without a profile forward, backward, optimizer, of
-    the last record of each point and the baselines of its run."""
+    """Parts (ms) of the last profiled record of each point, and of the last with named parts; of whole models' steps without a profile
+    forward, backward, optimizer, of the last record of each point and the baselines of its run."""
     found = []
     profiled: dict[tuple, dict] = {}
     for record in sources.every:
