@@ -2,7 +2,8 @@
 
 A span is (start, end) in microseconds. Communication: NCCL's kernels, peer-to-peer copies, and copies between device and
 host. Compute: every other kernel, and what else the copy engines and memset do on the device. Communication is exposed
-while no compute runs, whether something waits for it or the GPU is idle.
+while no compute runs, whether something waits for it or the GPU is idle. A trace with named spans (`upipe.parts`) also says what of
+the step it was for.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from upipe.profiling import Span, length, overlap, union
+from upipe.parts import named
+from upipe.profiling import HOST_CATEGORIES, Span, by_part, has_parts, length, overlap, union
 
 COMPUTE, NCCL, HOST = "compute", "nccl", "host_copies"
 MARKER = "spin_kernel"
@@ -50,13 +53,16 @@ def summary(events: Iterable[dict[str, Any]], top: int = 12) -> dict[str, Any]:
     Returns:
         window_ms, from the first GPU event to the last; busy_ms, idle_ms, compute_ms in it; `exposure` of nccl,
         host_copies and both together (communication); top, the kernels and copies that took longest, each name, ms (added
-        up, also where some ran at once), share of the window, count.
+        up, also where some ran at once), share of the window, count. Of a trace with named spans also parts_ms, which divides
+        the window by part without rest, and communication_ms, hidden or not, of the parts that have any
+        (`upipe.profiling.by_part`).
 
     Raises:
         ValueError: there is no GPU event.
     """
     spans: dict[str, list[Span]] = {COMPUTE: [], NCCL: [], HOST: []}
     by_name: dict[str, list[float]] = {}
+    events = list(events)
     for event in events:
         kind = kind_of(event.get("cat", ""), event.get("name", "")) if event.get("ph") == "X" else None
         if kind is None:
@@ -68,6 +74,7 @@ def summary(events: Iterable[dict[str, Any]], top: int = 12) -> dict[str, Any]:
     if not everything:
         raise ValueError("the trace has no GPU event: nothing ran on a GPU, or the profiler was not allowed to see it")
     window, busy = everything[-1][1] - everything[0][0], length(everything)
+    parts = by_part(events) if has_parts(events) else None
     longest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:top]
     return {
         "window_ms": window / 1e3,
@@ -78,7 +85,7 @@ def summary(events: Iterable[dict[str, Any]], top: int = 12) -> dict[str, Any]:
         HOST: exposure(spans[HOST], spans[COMPUTE]),
         "communication": exposure(spans[NCCL] + spans[HOST], spans[COMPUTE]),
         "top": [{"name": n[:100], "ms": sum(d) / 1e3, "share": sum(d) / window, "count": len(d)} for n, d in longest],
-    }
+    } | ({} if parts is None else {"parts_ms": parts.ms, "communication_ms": parts.communication_ms})
 
 
 def after_marker(events: list[dict[str, Any]], marker: str = MARKER) -> list[dict[str, Any]]:
@@ -89,22 +96,45 @@ def after_marker(events: list[dict[str, Any]], marker: str = MARKER) -> list[dic
     return [e for e in events if kind_of(e.get("cat", ""), e.get("name", "")) is not None and float(e["ts"]) >= max(ends)]
 
 
-def trace(step: Callable[[], None], together: Callable[[], None]) -> list[dict[str, Any]]:
+def trace(
+    step: Callable[[], None], together: Callable[[], None], naming: AbstractContextManager | None = None
+) -> list[dict[str, Any]]:
     """The GPU's events of one call of `step`; the GPU is idle before and after.
 
     `together` is a barrier of the ranks. It runs after the profiler has started, which takes each rank another while, and
-    a kernel of torch's that only waits marks where it is over. Raises ValueError without a GPU.
+    a kernel of torch's that only waits marks where it is over. With `naming`, such as `upipe.parts.named`, the step runs inside it, and
+    the host's events that say what work was for come too; the host is then slower. Raises ValueError without a GPU.
     """
     if not torch.cuda.is_available():
         raise ValueError("profiling needs a GPU: its kernels and copies are what is looked at")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA] if naming is None else [kinds.CPU, kinds.CUDA]) as profiler:
         together()
         torch.cuda.synchronize()
         torch.cuda._sleep(1000)
         torch.cuda.synchronize()
-        step()
+        with nullcontext() if naming is None else naming:
+            step()
         torch.cuda.synchronize()
+    events = _events(profiler)
+    host = [] if naming is None else [e for e in events if e.get("cat") in HOST_CATEGORIES]
+    return after_marker(events) + host
+
+
+def parts_of(step: Callable[[], None], together: Callable[[], None], engine: torch.nn.Module) -> dict[str, Any]:
+    """`summary` of one step of an engine (or model) with its parts. Without a GPU of torch's operators, and only window_ms, parts_ms and
+    communication_ms. together: as in `trace`."""
+    if torch.cuda.is_available():
+        return summary(trace(step, together, named(engine)))
+    together()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, named(engine):
+        step()
+    found = by_part(_events(profiler))
+    return {"window_ms": found.window_ms, "parts_ms": found.ms, "communication_ms": found.communication_ms}
+
+
+def _events(profiler: torch.profiler.profile) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return after_marker(json.loads(path.read_text())["traceEvents"])
+        return json.loads(path.read_text())["traceEvents"]

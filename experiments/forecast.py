@@ -40,8 +40,8 @@ from upipe.trainer import RunConfig
 RESULTS = points.ROOT / "experiments" / "results"
 SCRIPT = points.ROOT / "experiments" / "stack-2gpu.sh"
 PARTS = (
-    "methods", "methods512K", "whole", "qwen", "512K", "1M", "blocks", "blocks1M", "widths", "offload", "within", "alst", "one",
-    "one-offload",
+    "methods", "methods512K", "whole", "qwen", "512K", "1M", "breakdown", "blocks", "blocks1M", "widths", "offload", "within", "alst",
+    "one", "one-offload",
 )  # fmt: skip
 HOST_GIB = 251.77 / 2
 """A GPU, of the machine with two H200s that the points are measured on, as records of it say; the one with one H200 has half of it."""

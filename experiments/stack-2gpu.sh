@@ -13,8 +13,9 @@
 #   methods512K the same at 512K, one timed step each                                              (about 6 min)
 #   1M          2 layers at 1M: Ulysses and UPipe (fused layers), one timed step each              (about 5 min)
 #   512K        4 layers at 512K: the same                                                         (about 4 min)
-#   blocks      Ulysses and UPipe (fused layers) at 512K, attention's forward in the kernel's fastest blocks     (about 4 min)
-#   blocks1M    the same with 2 layers at 1M                                                       (about 6 min)
+#   breakdown   4 layers at 128K: what each part of a step takes, Ulysses and UPipe (fused layers)  (about 2 min expected, not run yet)
+#   blocks      the same at 512K, attention's forward in the fastest blocks; also the breakdown      (about 5 min expected, not run yet)
+#   blocks1M    the same with 2 layers at 1M, without the breakdown                                (about 7 min expected, not run yet)
 #   widths      the U ablation: 4 layers at 256K (fused layers, output on the device), U = 2 to 32  (about 2 min)
 #   gradients   4 layers at 8K and 64K: gradients of the methods beside the unsharded model      (under 3 min)
 #   one         one GPU: 4 layers at 256K, head groups of U = 1 to 8 heads and all heads at once   (about 5 min)
@@ -22,7 +23,7 @@
 #   trl         one GPU: the TRL guide's ladder under 77 GiB                                       (about 3 min)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-parts="alst, whole, qwen, offload, within, ladder, methods, methods512K, 512K, 1M, blocks, blocks1M, widths, gradients, one, one-offload or trl"
+parts="alst, whole, qwen, offload, within, ladder, methods, methods512K, 512K, 1M, breakdown, blocks, blocks1M, widths, gradients, one, one-offload or trl"
 part=${1:?name a part: $parts}
 shift
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
@@ -45,7 +46,9 @@ methods512K) on 2 experiments.stack --layers 4 --tokens 512K --profile --once --
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
 512K)        on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart \
                  --settings ulysses upipe:host,layer=fused upipe:device,layer=fused "$@" ;;
-blocks)      on 2 experiments.stack --layers 4 --tokens 512K --once --short 64K --apart --settings ulysses:blocks=auto \
+breakdown)   on 2 experiments.stack --layers 4 --tokens 128K --profile --once --short 64K --apart \
+                 --settings ulysses upipe:device,layer=fused,blocks=auto upipe:host,layer=fused,blocks=auto "$@" ;;
+blocks)      on 2 experiments.stack --layers 4 --tokens 512K --profile --once --short 64K --apart --settings ulysses:blocks=auto \
                  upipe:device,layer=fused,blocks=auto ulysses upipe:host,layer=fused,blocks=auto "$@" ;;
 blocks1M)    on 2 experiments.stack --layers 2 --tokens 1M --once --short 64K --apart --settings ulysses:blocks=auto \
                  upipe:device,layer=fused,blocks=auto ulysses upipe:host,layer=fused,blocks=auto "$@" ;;

@@ -27,8 +27,8 @@ For each length:
 With --once the step for memory is the timed one too, for lengths where a step takes minutes; a short one of --short tokens comes
 before, which compiles kernels. With --apart there is one engine at a time, and each setting makes its rounds by itself, not in
 turn with the others. The step for memory also counts the bytes that
-attention sends to other ranks (`upipe.traffic`) and, with --profile on GPUs, the communication that no computation hides
-(`experiments.block_trace`).
+attention sends to other ranks (`upipe.traffic`) and, with --profile on GPUs, the communication that no computation hides and what
+each part of the step took (`experiments.block_trace`, `upipe.parts`).
 A setting that runs out of memory is recorded so, and left out from then on. One record a setting and length is appended to
 stack.jsonl, all of a call under one run_id: with --once, --apart or --memory-only when the setting is through, otherwise when all
 have made their last round. --time-limit counts from the start of the command (torchrun's, where it is the launcher), and nothing
@@ -309,7 +309,9 @@ class Bench:
             values["bytes_sent"], values["messages"] = traffic.sent, traffic.messages
 
         if self.options.profile:
-            values["trace"] = block_trace.summary(block_trace.trace(run, dist.barrier))
+            engine = self.engines[setting.engine]
+            engine.activate(setting)
+            values["trace"] = block_trace.parts_of(run, dist.barrier, engine.engine)
         else:
             run()
         return seconds
@@ -448,7 +450,7 @@ def parser() -> argparse.ArgumentParser:
     add("--once", action="store_true", help="time the step for memory, and no other")
     add("--short", metavar="S", help=f"length of the step that --once begins with (default: {SHORT} a rank)")
     add("--apart", action="store_true", help="one engine at a time, for lengths at which the states of all do not fit")
-    add("--profile", action="store_true", help="trace the step for memory: exposed communication (GPUs)")
+    add("--profile", action="store_true", help="trace the step for memory: parts, exposed communication (GPUs)")
     add("--memory-only", action="store_true", help="no times; attention allocates what the kernel does and answers zeros (fa4)")
     add("--allocator-cap", type=float, metavar="GIB", help="most that torch's allocator may take of the device")
     add("--time-limit", type=float, default=570.0, metavar="S",

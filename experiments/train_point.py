@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import upipe
+from experiments import block_trace
 from upipe import host, kernels, memory
 from upipe import plan as planner
 from upipe.build import ModelConfig, build_model, build_partitioned_model, hf_config, model_sizes, wants_zero_init
@@ -47,7 +48,8 @@ class Point:
 
     tokens: S. processes: ranks of the run, one a GPU; sp x dp. model_name: what records call the model. device: "cpu"
     runs on the CPU even where there are GPUs. train.steps: all optimizer steps; the first `untimed_steps` of them warm
-    up, none only where a single step is asked for. Of `train`, run_dir and overwrite mean nothing here.
+    up, none only where a single step is asked for. profile: one more step under the profiler, whose parts are the record's
+    `trace` (`block_trace.parts_of`). Of `train`, run_dir and overwrite mean nothing here.
     """
 
     model_name: str
@@ -57,6 +59,7 @@ class Point:
     method: methods.Name = "upipe"
     device: Literal["cuda", "cpu"] = "cuda"
     untimed_steps: int = 1
+    profile: bool = False
     train: TrainConfig = field(default_factory=TrainConfig)
     upipe: upipe.UPipeConfig = field(default_factory=upipe.UPipeConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -71,6 +74,8 @@ class Point:
         for name, least in (("tokens", 2), ("processes", 1), ("untimed_steps", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if self.train.profile != "none":
+            raise ValueError(f"train.profile={self.train.profile}: a point writes no files of a run; use profile: true, for a step by part")
         if self.untimed_steps >= self.train.steps:
             raise ValueError(f"untimed_steps={self.untimed_steps} of train.steps={self.train.steps}: leave one to be timed")
         if self.untimed_steps == 0 and self.train.steps > 1:
@@ -171,7 +176,7 @@ def run(point: Point) -> Record:
     _check_kernel(point, model, handle.device)
     engine = _engine(model, ds_config, handle, point.train, cuda)
     steps = _Steps(engine, handle, cuda, stack)
-    measured = steps.run(_batches(point, vocabulary, handle.dp_rank), point.train.steps, point.untimed_steps)
+    measured = steps.run(_batches(point, vocabulary, handle.dp_rank), point.train.steps, point.untimed_steps, point.profile)
     done = record(point)
     used = sorted(set(handle.kernels.values()))
     done.kernel = used[0] if len(used) == 1 else None
@@ -180,6 +185,7 @@ def run(point: Point) -> Record:
     done.extra |= {
         "parameters": sizes.parameters, "kernels": used, "losses": measured.pop("losses"), "plan": plan.describe(),
         "report": handle.report().splitlines(), "sent_layers": plan.sent_layers, "host_steps": measured.pop("host_steps"),
+        "trace": measured.pop("trace"),
     }
     done = done.updated(measured)
     if point.upipe.attention_output == "host":
@@ -234,9 +240,9 @@ class _Steps:
     def __init__(self, engine, handle, cuda: bool, stack: Stack | None = None):
         self.engine, self.handle, self.cuda, self.stack = engine, handle, cuda, stack
 
-    def run(self, batches: Iterator[dict], steps: int, untimed: int) -> dict[str, Any]:
-        """-> the fields of a record that only a run can fill, `losses`, that of every step, and `host_steps`, what each moved
-        and held on the host."""
+    def run(self, batches: Iterator[dict], steps: int, untimed: int, profile: bool = False) -> dict[str, Any]:
+        """-> the fields of a record that only a run can fill, `losses`, that of every step, `host_steps`, what each moved and held
+        on the host, and `trace`, of one more step under the profiler, or None."""
         accumulation = self.engine.gradient_accumulation_steps()
         shards = iter(self.handle.shard(batches, accumulation=accumulation))
         seconds, losses, moved = [], [], []
@@ -256,7 +262,16 @@ class _Steps:
             "times_s": times, "time_s": statistics.median(times), "losses": losses, "loss": losses[-1],
             "grad_norm": None if norm is None else float(norm), "host_steps": moved,
         }
-        return fields | (self._memory() if self.cuda else {})
+        fields |= self._memory() if self.cuda else {}
+        # Last: it changes neither times nor peaks of the others.
+        return fields | {"trace": self._traced([next(shards) for _ in range(accumulation)]) if profile else None}
+
+    def _traced(self, window: list[dict]) -> dict[str, Any]:
+        """A step under the profiler, of rank 0 in the record."""
+        found = block_trace.parts_of(lambda: self._step(window), dist.barrier, self.engine)
+        if self.stack is not None:
+            self.stack.end_step()
+        return found
 
     def _step(self, window: list[dict]) -> tuple[float, float]:
         """One optimizer step -> its seconds on this rank, and its loss."""

@@ -11,7 +11,7 @@ from PIL import Image
 from experiments import figures
 from experiments.figures import __main__ as command
 from experiments.figures import breakdown, claims, multinode, notebooks, planner, results, throughput, values
-from upipe import records
+from upipe import parts, profiling, records
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE3 = {128: 2281.05, 5120: 98.25}
@@ -337,3 +337,27 @@ def test_every_figure_is_drawn_with_and_without_records(folder, sources, tmp_pat
         for case in (after, empty):
             assert figures.make(name, case, tmp_path_factory.mktemp("out")) is not None
     assert {row.mark for family in figures.FAMILIES.values() for row in family.rows(empty)} == {"reported"}
+
+
+def test_a_record_with_named_parts_is_drawn_by_them_beside_the_older_ones(folder, sources):
+    """In panels of its own, with every part that the profile names told apart by its look."""
+    old = [r for r in sources.every if r["experiment"] == "stack" and r["tokens"] == 2**19 and breakdown._profile(r)]
+    times = {part: 3.0 + i for i, part in enumerate((*parts.PARTS, profiling.IDLE))}
+    trace = {"parts_ms": times, "communication_ms": dict.fromkeys(profiling.COMMUNICATION, 9.0), "window_ms": sum(times.values())}
+    new = [json.loads(json.dumps(r)) | {"run_id": "20991231T000000Z-abc123", "date": "2999-01-01T00:00:00Z"} for r in old]
+    for record in new:
+        record["trace"] |= trace
+    before, after = breakdown.rows(sources), breakdown.rows(added(folder, new))
+    by_part = [row for row in after if row.note == "step by part"]
+    assert [row for row in after if row.note != "step by part"] == before
+    assert len(by_part) == len(old) * len(times) and {row.tokens for row in by_part} == {2**19}
+    assert sum(row.value for row in by_part) == pytest.approx(len(old) * trace["window_ms"])
+    assert all(row.metric in breakdown.LOOKS for row in by_part)
+    looks = [breakdown.LOOKS[row] for row in dict.fromkeys(row.metric for row in by_part)]
+    assert len({look[1:] for look in looks}) == len({look[0] for look in looks}) == len(times)
+    drawn = breakdown.draw(by_part)
+    with figures.style.look():
+        drawn.canvas.draw()
+    titles = [axis._left_title for axis in drawn.axes]
+    assert len(titles) == 1 and "step by part" in titles[0].get_text() and titles[0].get_window_extent().x1 < drawn.bbox.x1
+    figures.style.close(drawn)

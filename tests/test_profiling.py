@@ -163,6 +163,11 @@ def test_the_trace_of_a_real_step(worlds, tmp_path):
         for phase in ("forward", "recompute", "backward"):
             assert phases[phase]["ms"][PRODUCTS] > 0 and phases[phase]["ms"][ATTENTION] > 0, phase
             assert phases[phase]["host_ms"] >= max(phases[phase]["ms"].values()), phase
+        split = got["parts"]["ms"]
+        assert sum(split.values()) == pytest.approx(got["parts"]["window_ms"])
+        assert all(split[part] > 0 for part in ("projection", "attention", "output", "MLP", "norm", "loss", "optimizer"))
+        assert got["parts"]["communication_ms"]["all-to-all"] > 0 and got["parts"]["communication_ms"]["ZeRO"] > 0
+        assert "ms of torch's operators on the CPU by part" in got["tables"][1]
         assert phases["optimizer"]["busy_ms"] > 0 and phases["optimizer"]["ms"][ATTENTION] == 0
         with gzip.open(tmp_path / f"trace-rank{rank}.json.gz", "rt") as file:
             names = [event.get("name") for event in json.load(file)["traceEvents"]]
@@ -220,6 +225,7 @@ def test_gpu_trace_has_its_kernels_in_their_phases(tmp_path):
     forward, backward = trace.times["forward"].ms[PRODUCTS], trace.times["backward"].ms[PRODUCTS]
     assert forward > 0 and 1.4 < backward / forward < 2.6, trace.table()
     assert trace.times["optimizer"].busy_ms > 0 and trace.times["optimizer"].ms[PRODUCTS] == 0
+    assert trace.parts.ms["optimizer"] > 0 and sum(trace.parts.ms.values()) == pytest.approx(trace.parts.window_ms)
 
 
 def profiled_run(folder, mode):

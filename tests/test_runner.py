@@ -268,7 +268,7 @@ def test_every_experiment_of_the_repository_can_be_listed(capsys):
         kind = points.kind_of(experiment.kind)
         assert [spec.label for spec in specs if kind.verdict(spec.point) != "ok"] == [], name
     published = [n for n in points.names() if points.find(n)[1] is None and points.read(points.find(n)[0]).hardware is not None]
-    assert len(published) == 7 and {f"{name}-{end}" for name in published for end in ("2gpu", "cpu")} <= set(points.names())
+    assert len(published) == 8 and {f"{name}-{end}" for name in published for end in ("2gpu", "cpu")} <= set(points.names())
 
 
 @pytest.mark.slow
@@ -281,6 +281,11 @@ def test_small_variants_run(tmp_path, name):
     assert len(made) == len(points.expand(points.read(path, variant), path.parent))
     for r in made:
         assert r["outcome"] == "ok" and r["loss"] == pytest.approx(math.log(256), abs=0.2), r["reason"]
+        assert bool(r["trace"]) == name.startswith("breakdown")
+        if r["trace"]:
+            split = r["trace"]["parts_ms"]
+            assert sum(split.values()) == pytest.approx(r["trace"]["window_ms"]) and r["trace"]["communication_ms"]["all-to-all"] > 0
+            assert min(split[part] for part in ("projection", "attention", "output", "MLP", "norm", "loss", "offload", "optimizer")) > 0
         # These train in fp32, which the planner has no kernel of a GPU for, and says so.
         assert "fits" in r["predicted"] or r["predicted"]["declined"].startswith("train.dtype=fp32"), r["predicted"]
 

@@ -57,6 +57,7 @@ def test_verdict_names_what_works():
         ({"untimed_steps": 0}, "warm up, or ask for a single step"),
         ({"processes": 0}, "at least 1"),
         ({"device": "gpu"}, "device='gpu'"),
+        ({"train": SETTINGS["train"] | {"profile": "trace"}}, "use profile: true"),
     ],
 )
 def test_bad_settings_are_refused(changes, message):

@@ -32,7 +32,8 @@ class TrainConfig:
     eval_batches: batches of micro_batch_size sequences in one evaluation, over all ranks together; 0 for all there are.
     tensorboard: write event files to `run_dir`/tensorboard. wandb: the project to log to, or null.
     profile: look at the second step, into `run_dir`/profile: "memory" what is live when, as a table, a picture and a snapshot
-        for torch's memory viewer; "trace" what runs when, as a table by phase and a Chrome trace.
+        for torch's memory viewer; "trace" what runs when, as tables by phase and by part of the step
+        (`upipe.parts`) and a Chrome trace.
 
     run_dir: the run's folder, relative to the working directory. save_every: write a checkpoint after every so many
     steps and after the last, 0 for never (a checkpoint is still written when the run is told to end). keep_last: complete

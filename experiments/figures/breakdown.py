@@ -1,7 +1,8 @@
 """Where a step's time goes, from the profiler's summary in a record (`experiments.block_trace.summary`).
 
 The window is divided without rest: computation (by the names of its twelve longest kernels, `upipe.profiling.kind_of`, and
-other: all further kernels), exchanges and host copies that no computation hides, idle.
+other: all further kernels), exchanges and host copies that no computation hides, idle. A record whose spans were named says more
+(`upipe.parts`): its bars, in panels of their own, are by part of the step, each with its exchanges or host copies that nothing hides.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from matplotlib.figure import Figure
 from experiments.figures import style
 from experiments.figures.throughput import compared
 from experiments.figures.values import Row, Sources, from_record, grouped, run_of
+from upipe import parts as named
 from upipe import profiling
 from upipe.records import format_tokens
 
@@ -28,10 +30,28 @@ LOOKS = {
     "backward": ("backward, recomputation in it", "0.4", ""),
     "optimizer": ("optimizer", "white", "||||"),
 }
+PART = "part: "
+"""What metrics of a step's parts begin with."""
+LOOKS |= {
+    PART + named.PROJECTION: ("projection (q, k, v)", "0.75", ""),
+    PART + named.ALL_TO_ALL: ("all-to-all", "white", "////"),
+    PART + named.ATTENTION: ("attention", "0.25", ""),
+    PART + named.OUTPUT: ("output projection", "0.9", ""),
+    PART + named.MLP: ("MLP", "0.55", ""),
+    PART + named.NORM: ("norms", "white", ""),
+    PART + named.LOSS: ("loss and head", "0.75", "\\\\\\\\"),
+    PART + named.OFFLOAD: ("offload", "white", "xxxx"),
+    PART + named.OPTIMIZER: ("optimizer", "white", "||||"),
+    PART + named.ZERO: ("ZeRO", "white", "----"),
+    PART + named.OTHER: ("other", "0.85", "oo"),
+    PART + profiling.IDLE: ("idle", "white", "...."),
+}
 
 
 def parts(profile: dict[str, Any]) -> dict[str, float]:
     """A profile's window in ms by part; the parts add up to it."""
+    if profile.get("parts_ms"):
+        return {PART + part: time for part, time in profile["parts_ms"].items()}
     named = {profiling.ATTENTION: 0.0, profiling.PRODUCTS: 0.0}
     for kernel in profile["top"]:
         kind = profiling.kind_of(kernel["name"])
@@ -50,13 +70,14 @@ def parts(profile: dict[str, Any]) -> dict[str, float]:
 
 
 def rows(sources: Sources) -> list[Row]:
-    """Parts (ms) of the last profiled record of each point; of whole models' steps without a profile forward, backward, optimizer, of
-    the last record of each point and the baselines of its run."""
+    """Parts (ms) of the last profiled record of each point, and of the last with named parts; of whole models' steps without a profile
+    forward, backward, optimizer, of the last record of each point and the baselines of its run."""
     found = []
     profiled: dict[tuple, dict] = {}
     for record in sources.every:
         if _profile(record):
-            profiled[tuple(record.get(name) for name in ("experiment", "model", "layers", "point"))] = record
+            key = (record.get(name) for name in ("experiment", "model", "layers", "point"))
+            profiled[*key, bool(_profile(record).get("parts_ms"))] = record
     wanted = {id(record) for record in (*profiled.values(), *compared(sources).records)}
     for record in sources.every:
         drawn = _profile(record) or record.get("scope") == "model" and record.get("parts_s")
@@ -65,7 +86,7 @@ def rows(sources: Sources) -> list[Row]:
         profile = _profile(record)
         split = parts(profile) if profile else {name: 1e3 * s for name, s in record["parts_s"].items()}
         whole = from_record(record, "step_time", setting=_setting(record), unit="ms")
-        note = "profiled step" if profile else "timed step"
+        note = ("step by part" if profile.get("parts_ms") else "profiled step") if profile else "timed step"
         found += [dataclasses.replace(whole, metric=name, value=value, note=note) for name, value in split.items()]
     return found
 
