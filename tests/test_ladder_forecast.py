@@ -143,6 +143,13 @@ def test_the_command_and_the_figure(tmp_path, capsys):
     assert "*measured*" not in claims.eightfold(figures.load(tmp_path))[1]
 
 
+def test_the_planners_figure_compares_no_peaks_at_two_lengths():
+    sources = figures.load()
+    said = {r["point"] for r in sources.records if r.get("of") == "ladder"}
+    assert {"trl-plain loss", "figure1-+ UPipe"} <= said
+    assert not [row for row in figures.FAMILIES["planner"].rows(sources) if row.source.split(", ", 2)[-1] in said]
+
+
 def point(**changes):
     path, variant = points.find("figure1-2gpu")
     specs = points.expand(points.read(path, variant), path.parent)
