@@ -4,6 +4,7 @@
     torchrun --standalone --nproc_per_node 2 -m experiments.ladder --preset figure1 --memory-only --plot ladder_figure1.png
     torchrun --standalone --nproc_per_node 1 -m experiments.ladder --preset trl --memory-only --plot ladder_trl.png
     python -m experiments.ladder --show --preset trl --plot ladder_trl.png        # from records, nothing is run
+    python -m experiments.ladder --predict --preset trl                           # what the planner says, without a GPU
 
 Presets:
   figure1   the levers of Figure 1 of Untied Ulysses (arXiv 2602.21196): two layers of Llama3-8B, all ranks of the world (two
@@ -19,6 +20,9 @@ computes nothing, so that long lengths take seconds; the record says so.
 One record a lever is appended to ladder.jsonl: the longest length that trained, its peak, and every length that was tried. Where
 --time-limit, SIGTERM, SIGINT or an error ends a search early, its record says so (search_complete, cut_off) and has what is known;
 a lever that was not begun has none.
+
+With --predict nothing is run: see `experiments.ladder_forecast`. It is printed beside what ladder.jsonl in --results
+has; with --keep its records, provenance "predicted", go to predict_points.jsonl there (`of: ladder`).
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ import torch.distributed as dist
 
 import upipe
 from experiments.block_report import _aligned
-from experiments.runs import begun, command_line, ended_early, exit_status, last_run, new_run_id
+from experiments.runs import begun, command_line, ended_early, exit_status, last_run, made_by, new_run_id
 from experiments.stack_methods import (
     METHODS,
     MODELS,
@@ -70,7 +74,8 @@ class Rung:
 
 @dataclass(frozen=True)
 class Preset:
-    """A ladder. states_gib: states of the whole model, all its layers; None: those of the layers trained."""
+    """A ladder. states_gib: states of the whole model, all its layers; None: those of the layers trained. gpus: how many a prediction
+    is for."""
 
     model: str
     layers: int
@@ -80,6 +85,7 @@ class Preset:
     states_gib: float | None = None
     all_layers: int | None = None
     source: str | None = None
+    gpus: int = 2
 
 
 PRESETS = {
@@ -106,7 +112,7 @@ PRESETS = {
             Rung("+ tiled MLP", "plain:offload=pinned"),
             Rung("+ UPipe", "upipe:device,offload=pinned"),
         ),
-        states_gib=22e9 / 2**30, all_layers=36, source="trl-1m-guide",
+        states_gib=22e9 / 2**30, all_layers=36, source="trl-1m-guide", gpus=1,
     ),
 }
 
@@ -489,6 +495,8 @@ def parser() -> argparse.ArgumentParser:
     add("--results", default="experiments/results", metavar="DIR", help="where ladder.jsonl is (default: %(default)s)")
     add("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
     add("--show", action="store_true", help="print the table of the preset's last run in --results; runs nothing")
+    add("--predict", action="store_true", help="what the planner says of each lever, without a GPU; nothing is run")
+    add("--keep", action="store_true", help="with --predict: append the predictions to predict_points.jsonl in --results")
     add("--plot", metavar="FILE",
         help="draw the run (with --show: the preset's last run in --results) into a picture, as FILE.png")
     return made
@@ -555,14 +563,31 @@ def run(
     return ladder.done
 
 
+def predict(options: argparse.Namespace, command: str) -> int:
+    """Print what the planner says of the preset's levers beside what was measured, and with --keep append it."""
+    # Its simulation is of no use to a run on GPUs.
+    from experiments import ladder_forecast
+
+    made_with, results = made_by(command, options.commit, "predict"), Path(options.results)
+    made = ladder_forecast.forecasts(options, PRESETS[options.preset], made_with)
+    for record in made if options.keep else ():
+        records.append(record, results)
+    rows = ladder_forecast.beside([record.to_dict() for record in made], records.load(results / "ladder.jsonl"))
+    print(f"\npredicted: {options.preset}, {options.model}, {options.layers} layers, {options.cap:g} GiB\n{_aligned(rows)}")
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; 0, or 2 for what is refused."""
     options = parser().parse_args(arguments)
 
     def body() -> int:
         if options.show:
-            found = last_run(Path(options.results) / "ladder.jsonl", preset=options.preset)
+            found = last_run(Path(options.results) / "ladder.jsonl", preset=options.preset, provenance="measured")
             print(f"run {found[0]['run_id']}, {found[0]['model']}, {found[0]['gpu'] or 'CPU'}\n{table(found)}")
+        elif options.predict:
+            settle(options)
+            return predict(options, command_line("experiments.ladder", arguments).strip())
         else:
             settle(options)
             upipe.init_distributed()

@@ -26,10 +26,12 @@ REPORTED = points.ROOT / "paper_figures" / "reported.csv"
 COLUMNS = (
     "provenance", "model", "layers", "method", "scope", "sp", "ring", "dp", "zero", "heads_per_stage", "kernel",
     "attention_output", "attention_output_host_layers", "offload", "keep_layers_on_gpu", "store_every", "overlap", "dx",
-    "tile_tokens", "dtype", "gpus", "gpu", "experiment",
+    "tile_tokens", "loss_tokens", "fused", "checkpointing", "allocator_cap_gib", "dtype", "gpus", "gpu", "experiment",
 )
 """What tells rows apart. Those that all rows share stand above the table."""
 ALWAYS = ("method",)
+PARTS = {"throughput": "", "peak": "", "step_time": "", "peak_model": "states", "peak_attention": "attention", "peak_other": "other"}
+"""Published metrics that are shown, and the part of a peak that each is of."""
 
 
 def render(found: list[dict[str, Any]], reported: list[dict[str, Any]] | None = None) -> str:
@@ -115,10 +117,12 @@ def _render_reported(rows: list[dict[str, Any]]) -> str:
     """Throughput and peak as published, a row a source, set-up and method."""
     cells: dict[tuple, dict[int, list[str]]] = {}
     for row in rows:
-        if row["metric"] not in ("throughput", "peak", "step_time"):
+        part = PARTS.get(row["metric"])
+        if part is None:
             continue
         key = (row["source"], row["figure"], row["model"], f"{row['gpus']} x {row['gpu']}", row["method"], row["ours"] or "-")
         value = "oom" if row["value"] is None else f"{row['value']:g} {row['unit']}".replace("tokens/s/gpu", "").strip()
+        value += f" {part}" * bool(part) + " (oom)" * (row["value"] is not None and row["status"] == "oom")
         cells.setdefault(key, {}).setdefault(row["tokens"], []).append(value)
     if not cells:
         return "reported: no published number for this model"

@@ -49,7 +49,8 @@ class Point:
     tokens: S. processes: ranks of the run, one a GPU; sp x dp. model_name: what records call the model. device: "cpu"
     runs on the CPU even where there are GPUs. train.steps: all optimizer steps; the first `untimed_steps` of them warm
     up, none only where a single step is asked for. profile: one more step under the profiler, whose parts are the record's
-    `trace` (`block_trace.parts_of`). Of `train`, run_dir and overwrite mean nothing here.
+    `trace` (`block_trace.parts_of`). allocator_cap_gib: the most that torch's allocator may take of each GPU; null: all.
+    Of `train`, run_dir and overwrite mean nothing here.
     """
 
     model_name: str
@@ -60,6 +61,7 @@ class Point:
     device: Literal["cuda", "cpu"] = "cuda"
     untimed_steps: int = 1
     profile: bool = False
+    allocator_cap_gib: float | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
     upipe: upipe.UPipeConfig = field(default_factory=upipe.UPipeConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -80,6 +82,9 @@ class Point:
             raise ValueError(f"untimed_steps={self.untimed_steps} of train.steps={self.train.steps}: leave one to be timed")
         if self.untimed_steps == 0 and self.train.steps > 1:
             raise ValueError(f"untimed_steps=0 with train.steps={self.train.steps}: warm up, or ask for a single step")
+        cap = self.allocator_cap_gib
+        if cap is not None and (cap <= 0 or self.device == "cpu"):
+            raise ValueError(f"allocator_cap_gib={cap} with device={self.device}: a positive number of GiB of a GPU, or null")
 
 
 def record(point: Point) -> Record:
@@ -104,7 +109,8 @@ def record(point: Point) -> Record:
             "processes": point.processes, "hidden_size": shape.hidden_size,
             "heads": shape.num_attention_heads, "kv_heads": shape.num_key_value_heads,
             "micro_batch_size": point.train.micro_batch_size, "accumulation": point.train.accumulation,
-            "checkpointing": point.model.checkpointing, "memory": dataclasses.asdict(point.memory),
+            "allocator_cap_gib": point.allocator_cap_gib, "checkpointing": point.model.checkpointing,
+            "loss_tokens": point.memory.loss_tokens, "fused": point.memory.fused_layers, "memory": dataclasses.asdict(point.memory),
             "data": f"random tokens, seed {point.train.seed}",
         },
     )
@@ -129,6 +135,10 @@ def verdict(point: Point) -> str:
 def predict(point: Point, machine: planner.Machine) -> dict[str, Any]:
     """What the planner says of a point on a machine, in GiB a GPU, GiB a node, seconds a step and tokens/s/GPU; or why it says nothing."""
     data = DataConfig(path="random tokens", tokens=point.tokens)
+    if point.allocator_cap_gib is not None:
+        gpu, cap = machine.gpu, point.allocator_cap_gib
+        gpu = dataclasses.replace(gpu, usable_gib=min(cap, gpu.usable_gib), memory_gib=min(cap, gpu.memory_gib))
+        machine = dataclasses.replace(machine, gpu=gpu)
     try:
         run = RunConfig(point.model, data, point.train, methods.of(point.method), point.upipe, point.memory)
         found = planner.predict(run, machine)
@@ -156,12 +166,17 @@ def run(point: Point) -> Record:
     upipe.init_distributed()
     if dist.get_world_size() != point.processes:
         raise ConfigError(f"processes={point.processes}, but the world has {dist.get_world_size()}")
+    device_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if cuda else None
+    if point.allocator_cap_gib is not None:
+        from experiments.stack_methods import cap_allocator
+
+        cap_allocator(point.allocator_cap_gib, torch.device("cuda", torch.cuda.current_device()))
+        device_bytes = int(point.allocator_cap_gib * memory.GIB)
     sizes = model_sizes(point.model)
     ds_config = deepspeed_config(point.train, point.memory, cuda=cuda, layer_parameters=sizes.layer_parameters)
     plan = memory.make_plan(
         point, point.tokens, sizes, world=point.processes, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", point.processes)),
-        device_bytes=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if cuda else None,
-        host_bytes=int(host_gib() * memory.GIB),
+        device_bytes=device_bytes, host_bytes=int(host_gib() * memory.GIB),
     )  # fmt: skip
     if cuda and dist.get_rank() == 0:
         memory.warn_of_allocator()

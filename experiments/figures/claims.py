@@ -101,10 +101,16 @@ def seven_eighths(sources: Sources) -> tuple[str, str]:
     return own, f"*measured*, peak above a block's inputs against Ulysses', U = P = 2: {'; '.join(said) or 'none'}"
 
 
+def _ladder(sources: Sources, preset: str) -> list[dict[str, Any]]:
+    """Measured records of a ladder, of levers of which some length trained."""
+    measured = [r for r in sources.records if r["provenance"] == "measured"]
+    return [r for r in measured if r.get("preset") == preset and r.get("longest_tokens") and r["gpus"]]
+
+
 def eightfold(sources: Sources) -> tuple[str, str]:
     bars = [results.figure1(sources, f"fsdp{more}", "peak_attention") for more in ("", "+ulysses", "+ulysses+checkpoint")]
     own = f"Figure 1, attention: {' → '.join(f'{bar:g}' for bar in bars)} GiB, {bars[0] / bars[1]:.2f}× and {bars[1] / bars[2]:.2f}×"
-    ladder = [r for r in sources.records if r.get("preset") == "figure1" and r.get("longest_tokens") and r["gpus"]]
+    ladder = _ladder(sources, "figure1")
     more = {True: "", False: " or more (the search was cut off)"}
     said = ", ".join(f"{r['rung']} {format_tokens(r['longest_tokens'])}{more[r['search_complete']]}" for r in ladder)
     how = "8 is the number of GPUs (Ulysses) and a matter of what a layer saves (checkpointing), not a constant. "
@@ -145,7 +151,7 @@ def trl(sources: Sources) -> tuple[str, str]:
         f"Qwen3-8B at 1M on 8 H100s: {one:g} s a step; from 2 GPUs to 4 and 8: {times['2'] / times['4']:.2f}× and "
         f"{times['2'] / times['8']:.2f}×; longest on one GPU: loss in chunks {chunked / plain:g}×, offload another {offload / chunked:g}×"
     )
-    ladder = [r for r in sources.records if r.get("preset") == "trl" and r.get("longest_tokens") and r["gpus"]]
+    ladder = _ladder(sources, "trl")
     said = ", ".join(f"{r['rung']} {format_tokens(r['longest_tokens'])}" for r in ladder)
     return own, f"*measured*, longest length by lever: {said}" if said else "Not measured"
 

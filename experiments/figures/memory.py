@@ -34,10 +34,14 @@ def rows(sources: Sources) -> list[Row]:
     for record in sources.records:
         begun = record.get("longest_tokens") or record.get("search_complete")
         if begun and record["gpus"]:
-            note = f"preset {record['preset']}, {record['cap_gib']:g} GiB" + (", attention simulated" if record["memory_only"] else "")
-            note += "" if record["search_complete"] else CUT_OFF
+            how = ", by the planner" if record["provenance"] == "predicted" else ", attention simulated" if record["memory_only"] else ""
+            note = f"preset {record['preset']}, {record['cap_gib']:g} GiB{how}" + ("" if record["search_complete"] else CUT_OFF)
             value = float(record["longest_tokens"]) or None
-            found.append(from_record(record, "longest", value=value, setting=record["rung"], note=note))
+            made = from_record(record, "longest", value=value, setting=record["rung"], note=note)
+            found.append(made)
+            first = record.get("longest_first_step_tokens")
+            if first is not None:
+                found.append(dataclasses.replace(made, value=float(first) or None, setting=f"{made.setting} (first step)"))
     return found
 
 
@@ -53,13 +57,19 @@ def _split(record: dict[str, Any]) -> list[Row]:
 def draw(found: list[Row]) -> Figure:
     stacks = grouped(pick(found, metric=lambda m: m.startswith("peak")), lambda r: (r.mark, r.series))
     longest = pick(found, metric="longest")
-    ours = grouped(pick(longest, mark="measured"), lambda r: (r.note.split(",")[0], r.model, r.layers, r.gpus, r.gpu))
+    ours = grouped(
+        sorted(pick(longest, mark=lambda m: m != "reported"), key=lambda r: r.mark),
+        lambda r: (r.note.split(",")[0], r.model, r.layers, r.gpus),
+    )
     heights = [len(stacks), len(pick(longest, mark="reported")), *(len(mine) for mine in ours.values())] + ([] if ours else [0.2])
     figure, axes = style.figure(len(heights), 1, 8.5, 0.34 * sum(heights) + 1.0 * len(heights), height_ratios=[h + 1.8 for h in heights])
     _figure1(axes[0][0], list(stacks.values()))
     _longest(axes[1][0], pick(longest, mark="reported"), "TRL guide: longest length by lever, Qwen3-4B, one 80 GB GPU")
-    for axis, ((preset, model, layers, gpus, gpu), mine) in zip(axes[2:, 0], ours.items()):
-        _longest(axis, mine, f"This library: {preset}, {model}, {layers} layers, {gpus} × {gpu}, {mine[0].note.split(', ', 1)[1]}")
+    for axis, ((preset, model, layers, gpus), mine) in zip(axes[2:, 0], ours.items()):
+        # A measured bar, and under it what is predicted of the same lever.
+        names = list(dict.fromkeys(row.setting for row in pick(mine, mark="predicted") + mine))
+        title = f"This library: {preset}, {model}, {layers} layers, {gpus} × {mine[0].gpu}, {mine[0].note.split(', ', 1)[1]}"
+        _longest(axis, sorted(mine, key=lambda row: names.index(row.setting) - 0.5 * (row.mark == "measured")), title)
     if not ours:
         style.nothing(axes[2][0], f"Longest length by lever on our GPUs: {style.NOTHING}")
     return figure

@@ -35,7 +35,8 @@ def _measured(sources: Sources) -> list[tuple[Row, Row]]:
             predicted.setdefault(_key(r, r.get("of", r["experiment"])), []).append(r)
     pairs = []
     for record in sources.records:
-        if record["provenance"] != "measured" or record["outcome"] != "ok":
+        # A search's peak is at the length that it found, a forecast's of it at another.
+        if record["provenance"] != "measured" or record["outcome"] != "ok" or "longest_tokens" in record:
             continue
         said_of_it = predicted.get(_key(record, record["experiment"]), [])
         # The last said before it was measured, or else the first: what has seen the measurement is no prediction of it.
