@@ -13,7 +13,8 @@ Presets:
             the others' states, up to the guide's 22 GB in all, and, where nothing is offloaded, the others' saved inputs are held
             as memory that nothing uses. Beside the guide's own lengths, on 80 GB with its own software.
 
-For each lever single optimizer steps are run in this process: two short ones, then at the length that a line through their peaks
+For each lever single optimizer steps are run in this process, on an engine that has made one of --grain tokens (Adam's moments come
+with it; records before `moments_before` are of an engine's first step): two short ones, then at the length that a line through their peaks
 gives, and from there up or down until lengths --grain tokens apart do and do not fit. A step that runs out of memory ends in
 OutOfMemoryError; its engine is thrown away and made anew. With --memory-only attention allocates what the kernel does and
 computes nothing, so that long lengths take seconds; the record says so.
@@ -306,6 +307,9 @@ class Ladder:
         kernel = ZeroAttention(self.kernel) if self.options.memory_only else self.kernel
         self.engine = Engine(shape, [setting], kernel)
         self.engine.activate(setting)
+        if shape.optimizer != "none":
+            # Adam's moments come with the first step, and every later one has them.
+            self.engine.step(self.engine.batch(self.options.grain))
 
     def held_for_the_others(self, setting: Setting, shape: Shape, tokens: int) -> dict[str, int]:
         """Bytes that the layers which are not trained would hold on the device: their states, and the inputs saved for them."""
@@ -352,7 +356,8 @@ class Ladder:
                 "point": f"{options.preset}-{rung.label}", "scope": "model", "preset": options.preset, "rung": rung.label,
                 "setting": str(setting), "longest_tokens": found.longest, "shortest_that_does_not_fit": found.shortest_not,
                 "search_complete": found.complete, "cut_off": cut_off, "grain": options.grain, "most": options.most, "cap_gib": options.cap,
-                "memory_only": options.memory_only, "optimizer": options.optimizer, "hidden_size": config.hidden_size,
+                "memory_only": options.memory_only, "optimizer": options.optimizer, "moments_before": True,
+                "hidden_size": config.hidden_size,
                 "attention": simulated if options.memory_only else "computed",
                 "tried": {format_tokens(n): None if peak is None else peak / 2**30 for n, peak in sorted(found.peaks.items())},
                 "reported_tokens": reported(preset.source, rung.reported),

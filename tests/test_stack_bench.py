@@ -3,6 +3,7 @@ measured, the search finds the longest length."""
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import sys
 import time
 import weakref
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -613,6 +615,31 @@ def test_ladder(worlds, tmp_path, ranks, preset, rungs, more):
     assert printed.rstrip().endswith(ladder.table(found))
     ladder.draw(found, str(tmp_path / "ladder.png"))
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _steps(folder):
+    """Tokens of every step of a search; None where an engine is made."""
+    seen, step, made = [], Engine.step, Engine.__init__
+
+    def init(self, *args, **options):
+        seen.append(None)
+        made(self, *args, **options)
+
+    def stepped(self, batch, *args):
+        seen.append(batch["input_ids"].numel())
+        return step(self, batch, *args)
+
+    with mock.patch.object(Engine, "__init__", init), mock.patch.object(Engine, "step", stepped):
+        _ladder(folder, "figure1", ["--rungs", "plain", "+ UPipe", "--memory-only"])
+    return seen
+
+
+def test_every_length_is_tried_with_adam_s_moments_there(worlds, tmp_path):
+    seen = worlds(2).run(_steps, folder=str(tmp_path), timeout=300)[0]
+    first = [after for before, after in itertools.pairwise(seen) if before is None]
+    # A grain of 32 tokens: on the one rank of plain, and half of it on each of two.
+    assert (first[0], first[-1], set(first)) == (32, 16, {32, 16})
+    assert all(tokens > 16 for tokens in seen if tokens is not None and tokens not in first)
 
 
 @pytest.mark.slow

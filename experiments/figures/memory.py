@@ -18,7 +18,7 @@ TOKENS = 3 * 2**20
 CAPACITY = 80
 SHOWN = 180
 """GiB of a GPU, and where the axis ends."""
-CUT_OFF = ", search cut off"
+CUT_OFF, FIRST = ", search cut off", " (first step)"
 PARTS = {"peak_model": ("model states", "0.35"), "peak_attention": ("attention", "0.75"), "peak_other": ("other", "1.0"),
          "peak_rest": ("all but states", "0.9")}  # fmt: skip
 
@@ -37,11 +37,13 @@ def rows(sources: Sources) -> list[Row]:
             how = ", by the planner" if record["provenance"] == "predicted" else ", attention simulated" if record["memory_only"] else ""
             note = f"preset {record['preset']}, {record['cap_gib']:g} GiB{how}" + ("" if record["search_complete"] else CUT_OFF)
             value = float(record["longest_tokens"]) or None
-            made = from_record(record, "longest", value=value, setting=record["rung"], note=note)
+            # Of earlier searches an engine's first step, without Adam's moments, was the longest.
+            old = record["provenance"] == "measured" and record["optimizer"] != "none" and not record.get("moments_before")
+            made = from_record(record, "longest", value=value, setting=record["rung"] + FIRST * old, note=note)
             found.append(made)
             first = record.get("longest_first_step_tokens")
             if first is not None:
-                found.append(dataclasses.replace(made, value=float(first) or None, setting=f"{made.setting} (first step)"))
+                found.append(dataclasses.replace(made, value=float(first) or None, setting=f"{made.setting}{FIRST}"))
     return found
 
 
