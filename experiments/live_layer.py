@@ -115,6 +115,7 @@ def layer_peaks(
         given = None
         if offload != "none":
             given, x = HostInput(host.pool().take(x.shape, x.dtype)), x.new_empty(1).expand(x.shape)
+            stack.callback(host.pool().give, given.tensor, keep=False)
         x = x.detach().requires_grad_()
         with again, giving(given):
             y = decoder_layer(x, weights, cos, sin, spec)

@@ -211,7 +211,7 @@ def new_records(sources):
 
 
 def test_a_search_that_was_cut_off_is_not_drawn_as_a_limit(folder, sources):
-    ladder = new_records(sources)["memory-ladder"][0] | {"search_complete": False, "run_id": "cut"}
+    ladder = new_records(sources)["memory-ladder"][0] | {"search_complete": False, "run_id": "cut", "moments_before": True}
     some, none = ladder | {"point": "some", "rung": "some"}, ladder | {"point": "none", "rung": "none", "longest_tokens": 0}
     found = figures.FAMILIES["memory-ladder"].rows(added(folder, [some, none]))
     mine = [row for row in found if ", cut, " in row.source]

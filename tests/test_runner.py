@@ -268,7 +268,7 @@ def test_every_experiment_of_the_repository_can_be_listed(capsys):
         kind = points.kind_of(experiment.kind)
         assert [spec.label for spec in specs if kind.verdict(spec.point) != "ok"] == [], name
     published = [n for n in points.names() if points.find(n)[1] is None and points.read(points.find(n)[0]).hardware is not None]
-    assert len(published) == 8 and {f"{name}-{end}" for name in published for end in ("2gpu", "cpu")} <= set(points.names())
+    assert len(published) == 9 and {f"{name}-{end}" for name in published for end in ("2gpu", "cpu")} <= set(points.names())
 
 
 @pytest.mark.slow
