@@ -695,12 +695,11 @@ def _time(run, machine: Machine, plan, sizes, text, schedule, kernel: str, head_
     chunks = -(-S // (run.method.chunk_tokens or methods.CHUNK_TOKENS)) if method == "fpdt" else 1
     length = -(-S // chunks) if method == "fpdt" else length
     forward_s = each / _tflops(kernel, "forward", length, machine) / 1e12
-    faster = _blocks_speed(run, machine, schedule, kernel, head_dim) if ring == 1 and chunks == 1 else {}
+    speeds = _blocks_speed(run, machine, schedule, kernel, head_dim) if ring == 1 and chunks == 1 else {"forward": 1.0, "backward": 1.0}
     # Windows are not cut into blocks.
-    full, scored = [S * S / 2 == score for score in scores], list(zip(runs, scores))
-    forward = forward_s * sum(n * score / (faster.get("forward", 1.0) if whole else 1.0) for (n, score), whole in zip(scored, full))
-    backward = 2.5 * each * sum(score / (faster.get("backward", 1.0) if whole else 1.0) for score, whole in zip(scores, full))
-    backward /= _tflops(kernel, "backward", length, machine) * 1e12
+    work = {way: [score / speed if score == S * S / 2 else score for score in scores] for way, speed in speeds.items()}
+    forward = forward_s * sum(n * score for n, score in zip(runs, work["forward"]))
+    backward = 2.5 * each * sum(work["backward"]) / _tflops(kernel, "backward", length, machine) / 1e12
     # Products, in forward-equivalents: of UPipe and FPDT q, k and v again in backward, gate and up again where the MLP is tiled.
     D, H, K, d = sizes.hidden_size, schedule.heads, schedule.kv_heads, head_dim
     qkv, projections = D * d * (H + 2 * K), D * d * (2 * H + 2 * K)
