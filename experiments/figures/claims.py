@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments import points
 from experiments.figures import multinode, results, widths
+from experiments.figures.memory import lever
 from experiments.figures.style import KERNELS, METHODS, MODELS
 from experiments.figures.values import Sources, grouped, markdown, model_of, number, our_method, pick
 from upipe.records import format_tokens
@@ -112,7 +113,7 @@ def eightfold(sources: Sources) -> tuple[str, str]:
     own = f"Figure 1, attention: {' → '.join(f'{bar:g}' for bar in bars)} GiB, {bars[0] / bars[1]:.2f}× and {bars[1] / bars[2]:.2f}×"
     ladder = _ladder(sources, "figure1")
     more = {True: "", False: " or more (the search was cut off)"}
-    said = ", ".join(f"{r['rung']} {format_tokens(r['longest_tokens'])}{more[r['search_complete']]}" for r in ladder)
+    said = ", ".join(f"{lever(r)} {format_tokens(r['longest_tokens'])}{more[r['search_complete']]}" for r in ladder)
     how = "8 is the number of GPUs (Ulysses) and a matter of what a layer saves (checkpointing), not a constant. "
     return own, how + (f"*measured*, longest length in {ladder[0]['cap_gib']:g} GiB on two GPUs: {said}" if said else "Not measured")
 

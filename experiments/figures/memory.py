@@ -37,14 +37,18 @@ def rows(sources: Sources) -> list[Row]:
             how = ", by the planner" if record["provenance"] == "predicted" else ", attention simulated" if record["memory_only"] else ""
             note = f"preset {record['preset']}, {record['cap_gib']:g} GiB{how}" + ("" if record["search_complete"] else CUT_OFF)
             value = float(record["longest_tokens"]) or None
-            # Of earlier searches an engine's first step, without Adam's moments, was the longest.
-            old = record["provenance"] == "measured" and record["optimizer"] != "none" and not record.get("moments_before")
-            made = from_record(record, "longest", value=value, setting=record["rung"] + FIRST * old, note=note)
+            made = from_record(record, "longest", value=value, setting=lever(record), note=note)
             found.append(made)
             first = record.get("longest_first_step_tokens")
             if first is not None:
                 found.append(dataclasses.replace(made, value=float(first) or None, setting=f"{made.setting}{FIRST}"))
     return found
+
+
+def lever(record: dict[str, Any]) -> str:
+    """A record's lever; of earlier searches with Adam the lengths are those of an engine's first step, without its moments."""
+    old = record["provenance"] == "measured" and record["optimizer"] != "none" and not record.get("moments_before")
+    return record["rung"] + FIRST * old
 
 
 def _split(record: dict[str, Any]) -> list[Row]:
