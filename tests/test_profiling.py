@@ -104,6 +104,14 @@ def test_without_a_gpu_operators_count_without_those_inside_them():
     assert times["recompute"].exposed_ms == pytest.approx(0.005)
 
 
+def test_an_operator_of_the_host_is_cut_where_a_phase_ends():
+    """An autograd function that runs a layer again is open before, through and after the recompute."""
+    around = [span("cpu_op", "CheckpointBackward", 140, 300, tid=2), span("cpu_op", "aten::mm", 160, 190, tid=2)]
+    times, _ = by_phase(annotated() + around)
+    assert times["recompute"].ms == pytest.approx(dict.fromkeys(KINDS, 0.0) | {PRODUCTS: 0.03, OTHER: 0.02})
+    assert times["backward"].ms == pytest.approx(dict.fromkeys(KINDS, 0.0) | {OTHER: 0.11})
+
+
 def test_a_trace_without_phases_or_without_work_is_refused():
     with pytest.raises(ValueError, match="no phases"):
         by_phase([span("kernel", "x", 0, 1)])
@@ -162,7 +170,7 @@ def test_the_trace_of_a_real_step(worlds, tmp_path):
         phases = got["phases"]
         for phase in ("forward", "recompute", "backward"):
             assert phases[phase]["ms"][PRODUCTS] > 0 and phases[phase]["ms"][ATTENTION] > 0, phase
-            assert phases[phase]["host_ms"] >= max(phases[phase]["ms"].values()), phase
+            assert max(phases[phase]["ms"].values()) <= phases[phase]["host_ms"] * (1 + 1e-9), phase
         split = got["parts"]["ms"]
         assert sum(split.values()) == pytest.approx(got["parts"]["window_ms"])
         assert all(split[part] > 0 for part in ("projection", "attention", "output", "MLP", "norm", "loss", "optimizer"))

@@ -9,7 +9,7 @@ A phase is a time of the host: forward, recompute (decoder layers run again), ba
 loss, where it is made outside of the model). Work of the GPU belongs to the phase in which the host asked for it, whichever
 thread did; it may run later. Kinds of work: attention kernels, products (GEMM), exchanges (NCCL, and gloo on the CPU), copies
 (between device and host and on the device), other. Without a GPU the operators of torch are counted, each without those
-inside it.
+inside it and in the phase in which it runs.
 
 A second table is by part of the model and of the step (`by_part`; `parts` says which there are and how they are named):
   1. each kernel or copy is traced to the call that launched it, and so to the innermost named span of that host thread;
@@ -26,9 +26,11 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -130,7 +132,7 @@ def by_phase(events: Iterable[dict[str, Any]]) -> tuple[dict[str, PhaseTimes], b
     if not any(hosts.values()):
         raise ValueError(f"the trace has no phases, no event {PREFIX}forward or so: take it with profiling.trace")
     gpu = [e for e in complete if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    work = _on_gpu(complete, gpu) if gpu else _on_host(complete)
+    work = _on_gpu(complete, gpu) if gpu else _cut(_on_host(complete), hosts)
     if not work:
         raise ValueError(_NOTHING)
     spans: dict[str, dict[str, list[Span]]] = {phase: {kind: [] for kind in KINDS} for phase in PHASES}
@@ -157,9 +159,21 @@ def _span(event: dict[str, Any]) -> Span:
 
 def _phase_at(time: float, hosts: dict[str, list[Span]]) -> str:
     for phase in ("recompute", "backward", "forward", "optimizer"):
-        if any(start <= time <= end for start, end in hosts[phase]):
+        if any(start <= time < end for start, end in hosts[phase]):
             return phase
     return "rest"
+
+
+def _cut(work: list[_Work], hosts: dict[str, list[Span]]) -> list[_Work]:
+    """The host's work in pieces that lie in one phase each: the range around a checkpoint is open while its layers run again."""
+    edges = sorted({moment for spans in hosts.values() for span in spans for moment in span})
+    pieces = []
+    for item in work:
+        start, end = item.span
+        inner = edges[bisect_right(edges, start) : bisect_left(edges, end)]
+        for left, right in pairwise((start, *inner, end)):
+            pieces.append(item._replace(asked=left, span=(left, right)))
+    return pieces
 
 
 _NOTHING = "the trace has no kernel and no operator: nothing ran in it, or the profiler was not allowed to see it"
