@@ -14,8 +14,9 @@ Presets:
             as memory that nothing uses. Beside the guide's own lengths, on 80 GB with its own software.
 
 For each lever single optimizer steps are run in this process, on an engine that has made one of --grain tokens (Adam's moments come
-with it; records before `moments_before` are of an engine's first step): two short ones, then at the length that a line through their peaks
-gives, and from there up or down until lengths --grain tokens apart do and do not fit. A step that runs out of memory ends in
+with it; records before `moments_before` are of an engine's first step), until lengths --grain tokens apart do and do not fit. The
+search begins at what --forecasts say of the lever; without a forecast with two short steps, and then at the length that a line through
+their peaks gives. A step that runs out of memory ends in
 OutOfMemoryError; its engine is thrown away and made anew. With --memory-only attention allocates what the kernel does and
 computes nothing, so that long lengths take seconds; the record says so.
 One record a lever is appended to ladder.jsonl: the longest length that trained, its peak, and every length that was tried. Where
@@ -133,20 +134,25 @@ class Found:
     peaks: dict[int, float | None] = field(default_factory=dict)
 
 
-def search(probe: Callable[[int], float | None], cap: float, grain: int, first: int, most: int) -> Found:
+def search(
+    probe: Callable[[int], float | None], cap: float, grain: int, first: int, most: int, expected: bool = False,
+) -> Found:  # fmt: skip
     """Find the longest multiple of `grain` up to `most` that fits.
 
-    The line through the two longest peaks says where to look, if it rises: peaks near the cap may not, where the allocator gives
-    cached blocks back. From there the search goes up by one grain, two, four, or down by one and then to the middle; with no line,
-    to twice the longest, or to the middle.
+    From an expected length the search goes up or down by a 64th of it, twice that and so on, and then to the middle. Else the line
+    through the two longest peaks says where to look, if it rises: peaks near the cap may not, where the allocator gives cached blocks
+    back. From there the search goes up by one grain, two, four, or down by one and then to the middle; with no line, to twice the
+    longest, or to the middle.
 
     Args:
         probe: tokens -> peak in bytes, or None where it does not fit; raises TimeIsUp.
         cap: bytes there are.
         grain, first, most: tokens: what lengths are multiples of, about where to begin, and the longest to be tried.
+        expected: whether `first` is a forecast of the result.
     """
-    found, limit, stride, misses = Found(), most // grain, 1, 0
+    found, limit, misses = Found(), most // grain, 0
     n = min(max(1, first // grain), limit)
+    stride = max(1, n // 64) if expected else 1
     while True:
         try:
             peak = found.peaks[n * grain] = probe(n * grain)
@@ -161,7 +167,11 @@ def search(probe: Callable[[int], float | None], cap: float, grain: int, first: 
             found.complete = True
             return found
         fits = sorted(m for m, peak in found.peaks.items() if peak is not None)
-        if len(fits) < 2:
+        if expected and fits and found.shortest_not is not None:
+            n = (low + high) // 2
+        elif expected:
+            n, stride = low + stride if fits else high - stride, 2 * stride
+        elif len(fits) < 2:
             n = 2 * low if fits else high // 2
         else:
             a, b = fits[-2:]
@@ -175,6 +185,15 @@ def search(probe: Callable[[int], float | None], cap: float, grain: int, first: 
             elif n >= high:
                 n = high - 1 if misses < 2 else (low + high) // 2
         n = min(max(n, low + 1), high - 1)
+
+
+def forecast_of(options: argparse.Namespace) -> dict[str, int]:
+    """Lever -> the longest length that the planner's last forecast of it says, of those in --forecasts."""
+    same = {"of": "ladder", "provenance": "predicted", "preset": options.preset, "model": options.model, "layers": options.layers,
+            "cap_gib": options.cap, "optimizer": options.optimizer}  # fmt: skip
+    path = Path(options.forecasts) / "predict_points.jsonl"
+    found = records.load(path) if path.exists() else []
+    return {r["rung"]: r["longest_tokens"] for r in found if all(r.get(name) == value for name, value in same.items())}
 
 
 class Ladder:
@@ -204,6 +223,7 @@ class Ladder:
         self.left = 0
         # What is being searched, and what was found of it up to now, for a record that another thread makes.
         self.now: tuple[Rung, Setting, Shape] | None = None
+        self.expected: int | None = None
         self.peaks: dict[int, float | None] = {}
         self.lock = threading.Lock()
 
@@ -217,13 +237,13 @@ class Ladder:
 
     def climb(self) -> None:
         rungs = [rung for rung in self.preset.rungs if not self.options.rungs or rung.label in self.options.rungs]
-        first = self.options.first
+        first, said = self.options.first, forecast_of(self.options)
         for rung in rungs:
-            found = self.rung(rung, first)
+            found = self.rung(rung, first, said.get(rung.label))
             # What a lever adds is seldom taken away by the next.
             first = max(first, found.longest // 2)
 
-    def rung(self, rung: Rung, first: int) -> Found:
+    def rung(self, rung: Rung, first: int, expected: int | None) -> Found:
         setting = Setting.parse(rung.setting)
         sp = 1 if setting.name == "plain" else dist.get_world_size()
         shape = Shape(self.options.model, self.options.layers, sp, self.options.dtype, self.options.optimizer)
@@ -231,7 +251,10 @@ class Ladder:
         with self.lock:
             self.now, self.peaks = (rung, setting, shape), {}
         options = self.options
-        found = search(lambda tokens: self.probe(rung, setting, shape, tokens), self.cap, options.grain, first, options.most)
+        self.expected, first = expected, expected or first
+        found = search(
+            lambda tokens: self.probe(rung, setting, shape, tokens), self.cap, options.grain, first, options.most, bool(expected)
+        )
         self.close()
         if not found.complete and not found.peaks:
             self.say(f"{rung.label}: not begun, and not recorded")
@@ -357,6 +380,7 @@ class Ladder:
                 "setting": str(setting), "longest_tokens": found.longest, "shortest_that_does_not_fit": found.shortest_not,
                 "search_complete": found.complete, "cut_off": cut_off, "grain": options.grain, "most": options.most, "cap_gib": options.cap,
                 "memory_only": options.memory_only, "optimizer": options.optimizer, "moments_before": True,
+                "expected_tokens": self.expected,
                 "hidden_size": config.hidden_size,
                 "attention": simulated if options.memory_only else "computed",
                 "tried": {format_tokens(n): None if peak is None else peak / 2**30 for n, peak in sorted(found.peaks.items())},
@@ -494,6 +518,8 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="default: %(default)s")
     add("--grain", default="4K", metavar="S", help="lengths are multiples of it (default: %(default)s)")
     add("--first", default="16K", metavar="S", help="length to begin with (default: %(default)s)")
+    add("--forecasts", default="experiments/results", metavar="DIR",
+        help="begin at the lengths in DIR/predict_points.jsonl, which --predict --keep writes (default: %(default)s)")
     add("--most", default="4M", metavar="S", help="longest length to try (default: %(default)s)")
     add("--time-limit", type=float, default=560.0, metavar="S",
         help="from the start of the command: begin no step after it; record what is known (default: %(default)g)")

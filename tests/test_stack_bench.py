@@ -548,6 +548,37 @@ def test_search_finds_the_longest_length_in_few_steps(bent):
                 assert len(tried) == len(set(tried)) <= 14 and set(found.peaks) == set(tried)
 
 
+@pytest.mark.parametrize("expected", [8, 96, 100, 260, 1000, 4096])
+def test_search_from_a_forecast(expected):
+    """Whatever was expected, the same is found; with a forecast within 5 % in few steps."""
+    for limit in (0, 8, 92, 96, 104, 252, 256, 260, 272, 900, 996, 4088, 4096):
+        tried = []
+
+        def probe(tokens, tried=tried, limit=limit):
+            tried.append(tokens)
+            return 1.0 if tokens <= limit else None
+
+        found = ladder.search(probe, 1000, 4, expected, 4096, expected=True)
+        assert found.complete and found.longest == limit
+        assert found.shortest_not == (None if limit == 4096 else limit + 4) and tried[0] == expected
+        assert len(tried) == len(set(tried)) <= 20 and (abs(expected - limit) > 0.05 * limit or len(tried) <= 7)
+
+
+def test_a_lever_is_expected_at_its_last_forecast(tmp_path):
+    options = named(ladder.parser, ladder.settle, ["--preset", "trl", "--forecasts", str(tmp_path)])
+    assert ladder.forecast_of(options) == {}
+    committed = records.load("experiments/results/predict_points.jsonl")
+    said = next(r for r in committed if r.get("preset") == "trl" and r["rung"] == "+ offload")
+    rows = [
+        said | {"longest_tokens": 4096}, said | {"longest_tokens": 8192}, said | {"rung": "+ UPipe", "longest_tokens": 16384},
+        said | {"cap_gib": 1.0, "longest_tokens": 12}, said | {"of": "stack", "longest_tokens": 14},
+    ]  # fmt: skip
+    (tmp_path / "predict_points.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert ladder.forecast_of(options) == {"+ offload": 8192, "+ UPipe": 16384}
+    figure1 = named(ladder.parser, ladder.settle, ["--preset", "figure1"])
+    assert set(ladder.forecast_of(figure1)) == {rung.label for rung in ladder.PRESETS["figure1"].rungs}
+
+
 def test_search_where_the_allocator_gives_back_what_it_cached():
     """GiB as an H200 under a cap of 77 had them at these K tokens: the last is lower than the one before, and no line leads on."""
     measured = {72: 39.17, 144: 56.71, 224: 74.76, 232: 76.62, 236: 75.11}
