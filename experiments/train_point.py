@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -67,9 +68,9 @@ class Point:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     @classmethod
-    def filled(cls, mapping: dict[str, Any]) -> dict[str, Any]:
+    def filled(cls, mapping: dict[str, Any], folder: str | Path = ".") -> dict[str, Any]:
         """The mapping with what its preset sets; `config.from_mapping` asks."""
-        return memory.fill(mapping, mapping.get("tokens"))
+        return memory.fill(mapping, mapping.get("tokens"), folder)
 
     def __post_init__(self):
         memory.check(self)

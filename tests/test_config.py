@@ -125,7 +125,7 @@ class Filling(Inner):
     rate: float = 1.0
 
     @classmethod
-    def filled(cls, mapping):
+    def filled(cls, mapping, folder):
         return {"rate": 2.0} | mapping
 
 

@@ -13,6 +13,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import GemmaConfig, LlamaConfig
 
 from experiments import train_point
 from tests import training
@@ -236,8 +237,9 @@ def test_the_papers_offload_is_pageable_beyond_4_million_tokens():
 
 
 def test_a_filled_configuration_reads_back_as_itself():
-    config = configured("lowest_memory", upipe={"dx": "gemm"})
-    assert from_mapping(RunConfig, dataclasses.asdict(config)) == config
+    for given in ({}, {"dx": "gemm"}, {"dx": "bf16"}):
+        config = configured("lowest_memory", upipe=given)
+        assert from_mapping(RunConfig, dataclasses.asdict(config)) == config
     assert configured("none").memory == MemoryConfig() and configured("none").upipe == UPipeConfig()
 
 
@@ -249,11 +251,26 @@ def test_a_preset_is_for_configurations_that_are_read():
     assert mapping == {"memory": {"preset": "paper"}}, "the mapping given stays as it is"
 
 
-def test_fused_layers_take_their_own_dx_in_a_preset():
-    config = configured("lowest_memory", memory={"fused_layers": True})
-    assert (config.upipe.dx, config.upipe.overlap) == ("gemm", False)
-    assert planned("lowest_memory", host=300, memory={"fused_layers": True}).fused == FusedLayersConfig(2048)
-    assert planned("paper").fused is None
+def test_the_lowest_memory_is_that_of_fused_layers_where_they_can_be(tmp_path):
+    config = configured("lowest_memory")
+    assert (config.memory.fused_layers, config.upipe.dx, config.upipe.overlap) == (True, "gemm", False)
+    assert planned("lowest_memory", host=300).fused == FusedLayersConfig(2048)
+    assert planned("paper").fused is None and planned("fastest").fused is None
+    in_parts = [
+        {"memory": {"fused_layers": False}}, {"memory": {"offload": "none"}}, {"upipe": {"dx": "bf16"}}, {"model": {"pretrained": "gemma"}},
+    ]  # fmt: skip
+    GemmaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8).save_pretrained(tmp_path / "gemma")
+    LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1).save_pretrained(tmp_path / "llama")
+    for sections in in_parts:
+        mapping = BASE | {"memory": {"preset": "lowest_memory"}}
+        for name, values in sections.items():
+            mapping[name] = values if name == "model" else mapping.get(name, {}) | values
+        made = from_mapping(RunConfig, mapping, folder=tmp_path)
+        assert (made.memory.fused_layers, made.upipe.dx) == (False, "bf16"), sections
+    # A folder is relative to the configuration's.
+    assert from_mapping(RunConfig, mapping | {"model": {"pretrained": "llama"}}, folder=tmp_path).memory.fused_layers
+    # What cannot be read is refused where the model is made.
+    assert not from_mapping(RunConfig, mapping | {"model": {"pretrained": "no/model"}}, folder=tmp_path).memory.fused_layers
 
 
 def test_offload_brings_checkpointing_along():
@@ -487,7 +504,8 @@ def test_trainer_runs_with_every_preset(worlds, tmp_path):
 
 @pytest.mark.parametrize(("preset", "changes"), [
     pytest.param("lowest_memory", {"train__zero_stage": 3, "train__micro_batch_size": 2}, marks=pytest.mark.slow),
-    ("lowest_memory", {"train__zero_stage": 3, "memory__fused_layers": True}),
+    pytest.param("lowest_memory", {"train__zero_stage": 2, "memory__fused_layers": False}, marks=pytest.mark.slow),
+    ("lowest_memory", {"train__zero_stage": 3}),
     ("paper", {"train__zero_stage": 2, "train__z_loss": 1e-3, "train__label_smoothing": 0.1}),
     pytest.param("fastest", {"train__zero_stage": 1, "train__dtype": "bf16"}, marks=pytest.mark.slow),
     ("paper", {"train__zero_stage": 3, "train__dtype": "bf16", "model__zero_init": "always", "memory__optimizer": "cpu"}),
@@ -549,7 +567,7 @@ def test_a_point_takes_the_memory_section(worlds):
     found = worlds(2).run(ran, settings={"memory": {"preset": "lowest_memory", "mlp_tokens": 5}})[0]
     assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     told = [found[k] for k in ("attention_output", "overlap", "dx", "offload", "keep_layers_on_gpu", "tile_tokens")]
-    assert told == ["host", False, "bfloat16", "pinned", 1, 5]
+    assert told == ["host", False, "slabs", "pinned", 1, 5] and found["fused"]
     assert plain["offload"] == "none" and plain["tile_tokens"] is None and plain["attention_output"] == "device"
     assert found["host_steps"][-1]["to_host_gib"] == 32 * 32 * 4 / GIB and found["host_pinned_gib"] > 0
     assert any("offload pinned" in line for line in found["report"])

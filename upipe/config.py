@@ -64,12 +64,12 @@ def read(path: str | Path) -> dict[str, Any]:
 
 def from_mapping(cls: type[T], mapping: dict[str, Any], *, key: str = "", folder: str | Path = ".") -> T:
     """The dataclass `cls` filled from a plain mapping. `key` is the dotted prefix that error messages show, `folder`
-    what relative `File` values are relative to. A class method `filled(mapping)` of the class returns the mapping with what it
-    adds where nothing was given (presets do); `section(value)` the mapping that a plain value in its place stands for. Raises
+    what relative `File` values are relative to. A class method `filled(mapping, folder)` of the class returns the mapping with
+    what it adds where nothing was given (presets do); `section(value)` the mapping that a plain value in its place stands for. Raises
     ConfigError."""
     hints = typing.get_type_hints(cls, include_extras=True)
     if hasattr(cls, "filled"):
-        mapping = cls.filled(mapping)
+        mapping = cls.filled(mapping, folder)
     values = {}
     for name, value in mapping.items():
         if name not in hints:

@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,9 +23,9 @@ from torch import nn
 
 from upipe import host, preflight
 from upipe.apply import Handle, UPipeConfig, host_layers
-from upipe.build import ModelConfig, ModelSizes, contexts_of
-from upipe.config import ConfigError, Length, parse_length
-from upipe.layer import FusedLayers, FusedLayersConfig, apply_fused_layers, layer_contexts
+from upipe.build import ModelConfig, ModelSizes, contexts_of, hf_config
+from upipe.config import ConfigError, Length, from_mapping, parse_length
+from upipe.layer import SERVED, FusedLayers, FusedLayersConfig, apply_fused_layers, layer_contexts
 from upipe.loss import LOSS_TILE_TOKENS
 from upipe.methods import MethodConfig, apply_method
 from upipe.methods import config as methods
@@ -49,8 +50,10 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "lowest_memory": {
         "model": {"checkpointing": "non-reentrant"},
-        "upipe": {"heads_per_stage": None, "attention_output": "host", "overlap": False, "dx": "bf16"},
-        "memory": {"mlp_tokens": 2048, "norm_tokens": 2048, "loss_tokens": 1024, "offload": "pinned", "prefetch": False},
+        "upipe": {"heads_per_stage": None, "attention_output": "host", "overlap": False, "dx": "gemm"},
+        "memory": {
+            "mlp_tokens": 2048, "norm_tokens": 2048, "loss_tokens": 1024, "offload": "pinned", "prefetch": False, "fused_layers": True,
+        },
     },
     "fastest": {
         "model": {"checkpointing": "non-reentrant"},
@@ -62,7 +65,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Preset -> section -> what it sets. "paper" is the set-up that the UPipe paper published (arXiv 2602.21196): U = P,
 every layer checkpointed and its input on the host, MLP, norms and loss in tiles; beyond PINNED_UP_TO tokens its offload is
-"pageable". The exchange and the gradient of the input stay as they are here (the official code's do not overlap, and sum in bf16)."""
+"pageable". The exchange and the gradient of the input stay as they are here (the official code's do not overlap, and sum in bf16).
+Where layers cannot be fused, "lowest_memory" leaves `fused_layers` off and has `dx: bf16`."""
 
 
 @dataclass
@@ -140,7 +144,7 @@ class MemoryConfig:
         return not self.mlp_tokens is self.norm_tokens is self.loss_tokens is None
 
 
-def fill(mapping: dict[str, Any], tokens: Any) -> dict[str, Any]:
+def fill(mapping: dict[str, Any], tokens: Any, folder: str | Path = ".") -> dict[str, Any]:
     """A configuration's mapping with what its preset sets and it does not, as a copy. Offload brings checkpointing along.
 
     What has the wrong type is left as it is, for the reader to refuse.
@@ -148,19 +152,23 @@ def fill(mapping: dict[str, Any], tokens: Any) -> dict[str, Any]:
     Args:
         mapping: sections model, upipe and memory among others.
         tokens: of a sequence, as the mapping gives them.
+        folder: what a relative `model.pretrained` is relative to.
     """
     filled = {name: dict(value) if isinstance(value, dict) else value for name, value in mapping.items()}
     memory = filled.setdefault("memory", {})
     if not isinstance(memory, dict) or memory.get("preset", "none") not in [*PRESETS]:
         return filled
     name = memory.get("preset", "none")
+    fused = memory.get("fused_layers")
+    if fused is None and PRESETS[name].get("memory", {}).get("fused_layers"):
+        fused = memory["fused_layers"] = _may_fuse(filled, folder)
     for section, values in PRESETS[name].items():
         if section == "upipe" and methods.name_in(mapping) != "upipe":
             continue
         given = filled.setdefault(section, {}) if section != "model" else filled.get(section)
         if isinstance(given, dict):
-            if section == "upipe" and memory.get("fused_layers") is True:
-                values = values | {"dx": "gemm"}
+            if section == "upipe" and name == "lowest_memory" and fused is not True:
+                values = values | {"dx": "bf16"}
             if section == "upipe" and given.get("attention_output") == "device":
                 values = {key: value for key, value in values.items() if key != "attention_output_layers"}
             if name == "paper" and section == "memory" and _length(tokens) > PINNED_UP_TO:
@@ -172,6 +180,20 @@ def fill(mapping: dict[str, Any], tokens: Any) -> dict[str, Any]:
     if memory["offload"] != "none" and isinstance(filled.get("model"), dict):
         filled["model"].setdefault("checkpointing", "non-reentrant")
     return filled
+
+
+def _may_fuse(mapping: dict[str, Any], folder: str | Path) -> bool:
+    """Whether layers of the mapping's model can be fused under the settings that it gives."""
+    memory, upipe = mapping["memory"], mapping.get("upipe") or {}
+    if methods.name_in(mapping) != "upipe" or memory.get("offload", "pinned") == "none":
+        return False
+    if not isinstance(upipe, dict) or upipe.get("dx", "gemm") != "gemm":
+        return False
+    try:
+        described = hf_config(from_mapping(ModelConfig, mapping["model"], folder=folder))
+    except (ConfigError, KeyError, AttributeError):
+        return False    # no model, or none that can be read: the reader refuses it
+    return described.get_text_config().model_type in SERVED
 
 
 def _length(tokens: Any) -> int:

@@ -65,10 +65,10 @@ class RunConfig:
         memory.check(self)
 
     @classmethod
-    def filled(cls, mapping: dict[str, Any]) -> dict[str, Any]:
+    def filled(cls, mapping: dict[str, Any], folder: str | Path = ".") -> dict[str, Any]:
         """The mapping with what its preset sets; `config.from_mapping` asks."""
         data = mapping.get("data")
-        return memory.fill(mapping, data.get("tokens", DataConfig.tokens) if isinstance(data, dict) else DataConfig.tokens)
+        return memory.fill(mapping, data.get("tokens", DataConfig.tokens) if isinstance(data, dict) else DataConfig.tokens, folder)
 
 
 class Interrupted(Exception):
