@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from experiments.peer_offload import CountingOffload, disable_checkpointing, enable_checkpointing
 from upipe.comm import SequenceParallelGroups
 from upipe.kernels import Kernel
 from upipe.methods.core import local_attention
@@ -67,21 +67,6 @@ class UlyssesAttention:
         del ALL_ATTENTION_FUNCTIONS[self.name]
 
 
-class CountingOffload(CheckpointHiddenStatesOffload):
-    """DeepSpeed's offload, its counts of the last step kept beyond the end of its context."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: dict[str, int] = {}
-
-    def __exit__(self, *args):
-        self.last = {
-            "bytes_to_host": self.stats.offloaded_bytes, "bytes_to_device": self.stats.restored_bytes,
-            "calls": self.stats.marked_tensors, "skipped": self.stats.skipped_marked_tensors,
-        }
-        return super().__exit__(*args)
-
-
 class Alst:
     """The stack on a model. Made by `apply_alst`.
 
@@ -102,8 +87,7 @@ class Alst:
             module.__class__ = type(module).__mro__[1]
         self._patched = []
         self.attention.remove()
-        disable = getattr(self.model, "activation_checkpointing_disable", None) or self.model.gradient_checkpointing_disable
-        disable()
+        disable_checkpointing(self.model)
 
 
 def apply_alst(
@@ -128,8 +112,7 @@ def apply_alst(
     base = type(model)
     model.__class__ = type(base.__name__, (base,), {"__module__": base.__module__, "forward": _lm_forward(tiles)})
     patched.append(model)
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    enable_checkpointing(model)
     return Alst(model, attention, patched, CountingOffload() if offload else None)
 
 

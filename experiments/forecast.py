@@ -63,6 +63,8 @@ def predict(
         raise ConfigError(f"method {setting.name}: unknown to the planner")
     if setting.name == "plain" or setting.rope != "ours" or (setting.loss != "sum" and not setting.tiled_loss):
         raise ConfigError(f"setting {str(setting)!r} is not one that the planner knows")
+    if setting.peer:
+        raise ConfigError(f"setting {str(setting)!r}: the planner does not know the offload of {setting.offload}")
     tiles, method = setting.tiling, {"name": setting.name}
     if setting.method is not None:
         method = {key: value for key, value in dataclasses.asdict(setting.method).items() if value is not None}

@@ -7,6 +7,7 @@
 #   whole       all 32 layers at 512K, one step                                                    (7.5 min)
 #   qwen        4 layers of Qwen3-32B at 256K beside ALST                                          (2.5 min with --once)
 #   offload     8 layers, 64K and 256K: inputs pinned, pageable and not offloaded                  (3.6 min)
+#   offload-peers  8 layers, 64K and 256K: the same by transformers and by DeepSpeed                (about 4 min, not run yet)
 #   within      4 layers at 256K: fused layers' working tensors on the device, on pinned and on pageable host memory (not run yet)
 #   ladder      Figure 1: 2 layers under 28 GiB, one lever after another                           (about 3 min)
 #   methods     4 layers at 128K and 256K: every method                                            (about 5 min)
@@ -23,7 +24,7 @@
 #   trl         one GPU: the TRL guide's ladder under 77 GiB                                       (about 3 min)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-parts="alst, whole, qwen, offload, within, ladder, methods, methods512K, 512K, 1M, breakdown, blocks, blocks1M, widths, gradients, one, one-offload or trl"
+parts="alst, whole, qwen, offload, offload-peers, within, ladder, methods, methods512K, 512K, 1M, breakdown, blocks, blocks1M, widths, gradients, one, one-offload or trl"
 part=${1:?name a part: $parts}
 shift
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
@@ -36,6 +37,8 @@ whole)       on 2 experiments.stack --layers 32 --tokens 512K --kernel fa4 --onc
 qwen)        on 2 experiments.stack --model qwen3_32b --layers 4 --tokens 256K --settings alst upipe:host --rounds 1 --warmup 0 "$@" ;;
 offload)     on 2 experiments.stack --layers 8 --tokens 64K 256K --rounds 2 --warmup 1 \
                  --settings upipe:host,offload=none upipe:host,offload=pinned upipe:host,offload=pageable "$@" ;;
+offload-peers) on 2 experiments.stack --layers 8 --tokens 64K 256K --rounds 1 --warmup 1 --settings upipe:host,offload=none \
+                 upipe:host,offload=pinned upipe:host,offload=transformers upipe:host,offload=deepspeed "$@" ;;
 within)      on 2 experiments.stack --layers 4 --tokens 256K --kernel fa4 --rounds 1 --warmup 1 --settings \
                  upipe:device,layer=fused,overlap=off,prefetch=off upipe:device,layer=fused,overlap=off,prefetch=off,within=on \
                  upipe:device,layer=fused,overlap=off,prefetch=off,within=on,offload=pageable "$@" ;;

@@ -13,9 +13,10 @@ A setting is written NAME or NAME:item,...
             last norm and loss), within=on|off (on: a fused layer's working tensors on the host as well, as `offload` says; with
             prefetch=off)
 
-  of all but alst: checkpoint=on|off, offload=none|pinned|pageable, keep=N (the last N stored inputs stay on the device), pairs=N
-  (one stored input for both layers of N pairs), prefetch=on|off, tiles=on|off|loss|mlp (mlp: MLPs and norms), loss=hf|sum (without
-  a tiled loss: of all logits in fp32 at once, as transformers computes it, or with no fp32 copy of them)
+  of all but alst: checkpoint=on|off, offload=none|pinned|pageable, or transformers|deepspeed (theirs: `experiments.peer_offload`),
+  keep=N (the last N stored inputs stay on the device), pairs=N (one stored input for both layers of N pairs), prefetch=on|off,
+  tiles=on|off|loss|mlp (mlp: MLPs and norms), loss=hf|sum (without a tiled loss: of all logits in fp32 at once, as transformers
+  computes it, or with no fp32 copy of them)
   of upipe, ulysses, ring, usp, fpdt: blocks=TOKENS and blocks_backward=TOKENS, or auto (the kernel's causal calls in blocks,
   `upipe.blocked`)
 
@@ -49,6 +50,7 @@ from torch import nn
 
 import upipe
 from experiments.alst import Alst, UlyssesAttention, apply_alst
+from experiments.peer_offload import PEERS, PeerOffload
 from upipe import host, kernels, loss, workspace
 from upipe.block import checkpoint_contexts
 from upipe.blocked import check_tokens, in_blocks
@@ -141,7 +143,9 @@ class Setting:
             raise ConfigError(f"setting {text!r}: layer=fused needs dx=gemm and checkpoint=on")
         if made.within and (not made.fused or made.offload == "none" or made.prefetch or made.keep):
             raise ConfigError(f"setting {text!r}: within=on needs layer=fused, offload=pinned|pageable, prefetch=off and no keep")
-        if name == "alst" and (made.offload == "pageable" or made.tiles in ("loss", "mlp")):
+        if made.peer and (made.fused or made.keep is not None or made.pairs or not made.prefetch):
+            raise ConfigError(f"setting {text!r}: offload={made.offload} is for layer=parts, without keep, pairs and prefetch")
+        if name == "alst" and (made.offload not in ("none", "pinned") or made.tiles in ("loss", "mlp")):
             raise ConfigError(f"setting {text!r}: of ALST offload=pinned|none and tiles=on|off are compared")
         return made
 
@@ -163,6 +167,24 @@ class Setting:
         items += [f"tiles={self.tiles}"] * (self.tiles != "on")
         items += [f"loss={self.loss}"] * (self.loss != ("hf" if self.name == "alst" else "sum"))
         return f"{self.name}:{','.join(items)}"
+
+    @property
+    def peer(self) -> bool:
+        """Whether another library's offload sends the saved inputs."""
+        return self.offload in PEERS
+
+    @property
+    def offload_by(self) -> str | None:
+        """Whose offload sends the saved inputs; None where none is sent."""
+        if self.peer or self.offload == "none":
+            return self.offload if self.peer else None
+        return "deepspeed" if self.name == "alst" else "upipe"
+
+    def kept(self, layers: int) -> int | None:
+        """Saved inputs that stay on the device; None where none is sent."""
+        if self.offload == "none":
+            return None
+        return {"transformers": 0, "deepspeed": 1}[self.offload] if self.peer else self.checkpointing.kept(layers)
 
     @property
     def tiled_loss(self) -> bool:
@@ -187,7 +209,7 @@ class Setting:
     def engine(self) -> tuple:
         """Settings with the same one may share an engine: they call the same modules in the same order."""
         if self.name == "upipe":
-            return self.name, self.tiles, self.checkpoint, self.fused, self.ring_degree
+            return self.name, self.tiles, self.checkpoint, self.fused, self.ring_degree, self.peer and self.offload
         return (str(self),)
 
     @property
@@ -256,7 +278,10 @@ _ITEMS: dict[str, tuple[tuple[str, ...], str, Callable[[str], dict[str, Any]]]] 
     "overlap": (("upipe",), "=on|off", _choice("overlap", on=True, off=False)),
     "dx": (("upipe",), "=gemm|bf16", _choice("dx", gemm="gemm", bf16="bf16")),
     "checkpoint": (OURS, "=on|off", _choice("checkpoint", on=True, off=False)),
-    "offload": (("alst", *OURS), "=none|pinned|pageable", _choice("offload", none="none", pinned="pinned", pageable="pageable")),
+    "offload": (
+        ("alst", *OURS), "=none|pinned|pageable|transformers|deepspeed",
+        _choice("offload", **{name: name for name in ("none", "pinned", "pageable", *PEERS)}),
+    ),
     "layer": (("upipe",), "=parts|fused", _choice("fused", parts=False, fused=True)),
     "within": (("upipe",), "=on|off", _choice("within", on=True, off=False)),
     "prefetch": (OURS, "=on|off", _choice("prefetch", on=True, off=False)),
@@ -393,6 +418,7 @@ class Engine:
         self.model = build_partitioned_model(shape.config, ds_config, seed=shape.seed)
         self.handle: upipe.Handle | None = None
         self.alst: Alst | None = None
+        self.peer: PeerOffload | None = None
         self._closers: list[Callable[[], None]] = []
         self._blocked: dict[tuple, kernels.Kernel] = {}
         self._on_ring: dict[kernels.Kernel, kernels.Kernel] = {}
@@ -456,8 +482,12 @@ class Engine:
             contexts = layer_contexts if setting.fused else checkpoint_contexts
             if setting.name != "upipe":
                 contexts = _no_contexts
-            made.checkpointing = apply_checkpointing(model, setting.checkpointing, contexts=contexts)
-            made.closers.append(made.checkpointing.remove)
+            if not setting.peer:
+                made.checkpointing = apply_checkpointing(model, setting.checkpointing, contexts=contexts)
+                made.closers.append(made.checkpointing.remove)
+            elif self.peer is None:     # all settings of an engine have it or none has
+                self.peer = PeerOffload(model, setting.offload, contexts)
+                self._closers.append(self.peer.remove)
         if setting.name == "upipe":
             sharding = self.handle._sharding
             # A copy has the groups of the first, and settings of its own.
@@ -503,26 +533,25 @@ class Engine:
         labels = batch["shift_labels"]
         if self.handle is not None:
             self.handle.check(engine, batch)
-        if self.alst is not None:
-            factor = self.scale / batch["num_valid"].clamp(min=1).float()
-            with self.alst.context():
+        offload = self.alst or self.peer
+        with nullcontext() if offload is None else offload.context():
+            if self.alst is not None:
+                factor = self.scale / batch["num_valid"].clamp(min=1).float()
                 value = engine(**inputs, shift_labels=labels, loss_factor=factor).loss
                 told = value.detach() / self.scale
                 dist.all_reduce(told)
-                mark()
-                engine.backward(value)
-        else:
-            if setting.tiled_loss:
-                local = engine(**inputs, shift_labels=labels).loss
-            elif setting.loss == "hf":
-                logits = engine(**inputs).logits.float()
-                local = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-                del logits
             else:
-                local = loss.token_loss_sum(engine(**inputs).logits, labels)
-            value = loss.global_loss(local, batch["num_valid"], batch["accumulation"], self.scale)
-            del local
-            told = value.detach()
+                if setting.tiled_loss:
+                    local = engine(**inputs, shift_labels=labels).loss
+                elif setting.loss == "hf":
+                    logits = engine(**inputs).logits.float()
+                    local = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                    del logits
+                else:
+                    local = loss.token_loss_sum(engine(**inputs).logits, labels)
+                value = loss.global_loss(local, batch["num_valid"], batch["accumulation"], self.scale)
+                del local
+                told = value.detach()
             mark()
             engine.backward(value)
         del value
@@ -534,15 +563,16 @@ class Engine:
     def after_step(self) -> dict[str, Any]:
         """What the step moved between device and host and what is held there, in bytes of this rank; its gradient's norm.
 
-        Of layers' inputs as their offload counted them (DeepSpeed's also as torch's pinned blocks, rounded up to powers of two),
+        Of layers' inputs as their offload counted them (others' also as torch's pinned blocks, rounded up to powers of two),
         and of fpdt's chunks likewise, the most at once; of attention outputs by arithmetic.
         """
         norm = self.engine.get_global_grad_norm()
         variant, outputs = self.active, self.attention_output_bytes()
         told: dict[str, Any] = {"bytes_to_host": 0, "bytes_to_device": 0, "host_pinned": 0, "host_pageable": 0}
-        if self.alst is not None:
-            if self.alst.offload is not None:
-                told |= {key: self.alst.offload.last[key] for key in ("bytes_to_host", "bytes_to_device")}
+        others = self.peer if self.alst is None else self.alst.offload
+        if self.alst is not None or others is not None:
+            if others is not None:
+                told |= {key: others.last[key] for key in ("bytes_to_host", "bytes_to_device")}
                 told["host_pinned"] = max(0, torch_pinned_bytes(self.device) - self._pinned_before)
         elif variant.checkpointing is not None:
             report = variant.checkpointing.end_step()
@@ -573,7 +603,7 @@ class Engine:
         """Give everything back: the engine's states, groups, host memory. The object is of no use afterwards."""
         self.engine.destroy()
         self._undo()
-        self.engine = self.model = self.handle = self.alst = self.active = None
+        self.engine = self.model = self.handle = self.alst = self.peer = self.active = None
         self.variants, self._plain = {}, {}
         forget_caches(self.device)
 

@@ -56,12 +56,11 @@ SETTINGS = (
 
 
 def _other(record: dict[str, Any], found: list[dict[str, Any]], field: str, value: Any) -> dict[str, Any] | None:
-    """The record that differs in one field alone, where it has this value. keep_layers_on_gpu goes with offload."""
+    """The record that differs in one field alone, where it has this value. keep_layers_on_gpu and offload_by go with offload."""
     if value is None or record[field] in (None, value):
         return None
-    return next(
-        (r for r in found if r[field] == value and all(r.get(name) == record.get(name) for name in SETTINGS if name != field)), None
-    )
+    same = [name for name in (*SETTINGS, *(() if field == "offload" else ("offload_by",))) if name != field]
+    return next((r for r in found if r[field] == value and all(r.get(name) == record.get(name) for name in same)), None)
 
 
 def _off(mine: float, its: float) -> float:

@@ -75,6 +75,7 @@ def test_settings_are_written_as_they_are_read():
         *SETTINGS, "plain:checkpoint=off,tiles=off,loss=hf", "ulysses:tiles=loss", "alst:offload=none,tiles=off",
         "upipe:layer=fused", "upipe:layer=fused,prefetch=off,within=on,offload=pageable", "upipe:host,ring=2", "ring",
         "usp:ring=2", "fpdt:chunk=4096,tiles=off", "native:offload=none", "ulysses:rope=model",
+        "upipe:host,offload=transformers", "ring:offload=deepspeed",
         "upipe:host,blocks=64K,layer=fused", "fpdt:blocks_backward=auto", "ring:blocks=32K,blocks_backward=none",
         *(rung.setting for preset in ladder.PRESETS.values() for rung in preset.rungs),
     ):
@@ -89,7 +90,8 @@ def test_settings_are_written_as_they_are_read():
         ("ring:ring=2", "none of"), ("upipe:ring=0", "ring=RANKS"), ("fpdt:chunk=x", "TOKENS"), ("native:rope=model", "none of"),
         ("upipe:layer=fused,dx=bf16", "dx=gemm"), ("upipe:layer=fused,within=on", "prefetch=off"),
         ("upipe:blocks=0", "TOKENS|none|auto"), ("ring:blocks=wide", "TOKENS|none|auto"), ("native:blocks=64K", "none of"),
-        ("upipe:offload=disk", "none|pinned|pageable"),
+        ("upipe:offload=disk", "none|pinned|pageable"), ("upipe:offload=deepspeed,layer=fused", "layer=parts"),
+        ("ring:offload=transformers,keep=2", "without keep"), ("alst:offload=transformers", "pinned|none"),
     ):
         with pytest.raises(ConfigError, match=says.replace("|", r"\|")):
             Setting.parse(text)
@@ -138,6 +140,8 @@ ENGINES = (
     ("upipe:tiles=off,offload=none",), ("ring",), ("usp:ring=2,checkpoint=off",),
     ("upipe:host,ring=2", "upipe:device,U=H,ring=2"), ("fpdt:chunk=32",), ("ulysses:rope=model",),
     ("ulysses:blocks=32,blocks_backward=16",),
+    ("upipe:host,offload=transformers", "upipe:device,offload=transformers"), ("upipe:host=1,offload=deepspeed",),
+    ("ulysses:offload=transformers",),
 )
 
 
@@ -169,7 +173,7 @@ def _gradients(engines, dtype):
 @pytest.mark.parametrize("ranks,engines,dtype,bound", [
     pytest.param(2, ENGINES, "float32", 1e-5, marks=pytest.mark.slow),
     (1, (("plain:checkpoint=off,tiles=off,loss=hf",), ENGINES[0], ENGINES[4]), "float32", 1e-5),
-    (2, (("ulysses:rope=model",), ("upipe:host,ring=2", "upipe:device,U=H,ring=2")), "float32", 1e-5),
+    (2, (("ulysses:rope=model",), ("upipe:host,ring=2", "upipe:device,U=H,ring=2"), *ENGINES[-3:-1]), "float32", 1e-5),
     (2, (("alst:offload=none,tiles=off",), ("alst",), ("upipe:device",)), "bfloat16", 5e-2),
 ])
 def test_every_setting_has_the_same_loss_and_gradients(worlds, ranks, engines, dtype, bound):

@@ -157,6 +157,8 @@ def setting_of(record: dict[str, Any]) -> str:
     words += ["pageable"] if record["offload"] == "pageable" and not whole else []
     if record.get("scope") == "model" and not whole:
         words += ["inputs on device"] if record["offload"] == "none" else []
+        peer = record.get("offload_by") in ("transformers", "deepspeed") and record["method"] != "alst"
+        words += [f"inputs by {record['offload_by']}"] if peer else []
         words += ["no checkpointing"] if record.get("checkpointing") == "none" else []
         words += ["whole loss"] if record.get("loss_tokens", 0) is None else []
         words += [f"{record['allocator_cap_gib']:g} GiB a GPU"] if record.get("allocator_cap_gib") else []
