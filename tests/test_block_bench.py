@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -422,14 +423,21 @@ def test_plot(tmp_path):
         block_plot.draw([base | {"scope": "kernel"}], str(tmp_path / "none.svg"))
 
 
-SCRIPTS = {
-    "block-2gpu.sh": ["exact", "256K", "512K", "widths", "others"],
-    "eight-gpu.sh": ["full", "methods", "long", "planner"],
-    "stack-2gpu.sh": [
-        "alst", "whole", "qwen", "offload", "within", "ladder", "methods", "methods512K", "512K", "1M", "gradients", "one",
-        "one-offload", "trl",
-    ],
-}
+def parts_of(script):
+    """What a script says it knows when it is given none of it."""
+    told = subprocess.run(["bash", Path(block.__file__).with_name(script), "nonsense"], capture_output=True, text=True)
+    assert told.returncode == 2
+    return re.split(r",? or |, ", told.stderr.split(": ", 1)[1].strip())
+
+
+SCRIPTS = {script: parts_of(script) for script in ("block-2gpu.sh", "eight-gpu.sh", "stack-2gpu.sh")}
+
+
+def test_the_scripts_tell_every_part():
+    for script, parts in SCRIPTS.items():
+        text = Path(block.__file__).with_name(script).read_text()
+        assert sorted(parts) == sorted(re.findall(r"^([\w-]+)\)", text, re.MULTILINE)), script
+        assert all(re.search(rf"^#   {part} ", text, re.MULTILINE) for part in parts), script
 
 
 @pytest.mark.parametrize("script, part", [(script, part) for script, parts in SCRIPTS.items() for part in parts])
