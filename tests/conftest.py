@@ -18,3 +18,10 @@ def worlds():
     made = Worlds()
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def _retire(worlds):
+    """After each test, not within one, whose calls may build on each other."""
+    yield
+    worlds.retire()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.world import RankFailure, RankTimeout, World
+from tests.world import MOST_GROUPS, RankFailure, RankTimeout, World
 
 
 def identity():
@@ -69,3 +69,19 @@ def test_a_death_is_reported(world):
     with pytest.raises(RankFailure, match="exit code 17"):
         world.run(die_on, rank=1)
     assert world.run(total, value=1) == [3.0, 3.0]
+
+
+def leave_groups(count):
+    for _ in range(count):
+        dist.new_group([0, 1])
+
+
+def test_a_world_with_many_groups_left_behind_is_started_anew(world):
+    before = world.run(identity)
+    world.run(leave_groups, count=2)
+    world.retire()
+    assert world.run(identity) == before and world.groups == 3
+    world.run(leave_groups, count=MOST_GROUPS)
+    world.retire()
+    after = world.run(identity)
+    assert world.groups == 1 and [pid for *_, pid in after] != [pid for *_, pid in before]

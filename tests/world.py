@@ -9,7 +9,8 @@ raises `RankTimeout` with every rank's stack. Either ends the processes, so the 
 starts in a fresh world: a failed case cannot poison a later one.
 
 Processes are forked from a server that has imported torch, transformers and DeepSpeed once;
-a world costs about a second.
+a world costs about a second. Gloo's threads of a process group wake a hundred times a second for as long as it lives, and most
+cases leave theirs behind: `retire` ends a world of too many, so that they do not take the machine from those that follow.
 """
 
 import faulthandler
@@ -30,6 +31,7 @@ ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
                "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 GRACE_S = 3.0         # for the other ranks, once one has failed
 START_S = 120.0       # for a world to start, imports included
+MOST_GROUPS = 24      # process groups that a rank may have left behind
 
 
 class RankFailure(AssertionError):
@@ -78,6 +80,7 @@ def _rank_main(rank, size, port, pipe, log_path):
         except BaseException:
             message = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(message)
+        pipe.send_bytes(pickle.dumps(len(torch.distributed.distributed_c10d._world.pg_map)))
 
 
 class World:
@@ -87,6 +90,7 @@ class World:
         self.size = size
         self._ranks = []
         self._folder = None
+        self.groups = 0
 
     def run(self, function, timeout=120.0, **kwargs):
         """`function(**kwargs)` on every rank; returns the list of results in rank order."""
@@ -95,7 +99,14 @@ class World:
         request = pickle.dumps((function, kwargs))
         for _, pipe in self._ranks:
             pipe.send_bytes(request)
-        return self._collect(timeout, f"{function.__module__}.{function.__qualname__}")
+        results = self._collect(timeout, f"{function.__module__}.{function.__qualname__}")
+        self.groups = max(pickle.loads(pipe.recv_bytes()) for _, pipe in self._ranks)
+        return results
+
+    def retire(self):
+        """End the processes if they hold more process groups than `MOST_GROUPS`."""
+        if self.groups > MOST_GROUPS:
+            self.close()
 
     def _start(self):
         context = multiprocessing.get_context("forkserver")
@@ -186,7 +197,7 @@ class World:
             process.kill()
         for process, _ in self._ranks:
             process.join(10.0)
-        self._ranks = []
+        self._ranks, self.groups = [], 0
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -202,6 +213,10 @@ class Worlds:
         if size not in self._by_size:
             self._by_size[size] = World(size)
         return self._by_size[size]
+
+    def retire(self):
+        for world in self._by_size.values():
+            world.retire()
 
     def close(self):
         for world in self._by_size.values():
