@@ -289,19 +289,22 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--fit", action="store_true", help="print what the fitted half gives, beside what plan_rates.json has")
     made.add_argument("--stack", action="store_true", help="every point of stack.jsonl in --results instead, and records of them")
     made.add_argument("--run", nargs="+", metavar="RUN_ID", help="with --stack: points of these runs alone")
-    made.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="of --stack; by default the project's own")
+    made.add_argument("--results", type=Path, metavar="DIR", help="of --stack; by default the project's own")
     made.add_argument("--commit", metavar="SHA", help="names the code where there is no repository; SHA-dirty if changed")
     return made
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    if not options.stack and (options.results or options.run):
+        parser().error("--results and --run go with --stack: without it the points are the project's own")
 
     def stack() -> int:
         made_with = made_by(command_line("experiments.accuracy", arguments).strip(), options.commit, "accuracy")
-        found, kept, left_out = stack_points(options.results, options.run, made_with)
+        folder = options.results or RESULTS
+        found, kept, left_out = stack_points(folder, options.run, made_with)
         for record in kept:
-            records.append(record, options.results)
+            records.append(record, folder)
         print(table(found) + "".join(f"\nno prediction: {line}" for line in left_out) + f"\n\n{summary(found)}")
         return 0
 

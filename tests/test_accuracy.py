@@ -69,3 +69,10 @@ def test_every_point_of_a_file_of_whole_models(tmp_path, capsys):
         assert r["measured"]["host"] == 0.5 and r["off"]["host"] == pytest.approx(r["host_pinned_gib"] / 0.5 - 1)
     assert "alst: unknown to the planner" in printed and "oom_device, made up" in printed
     assert accuracy.main([*given[:-1], "another"]) == 2
+
+
+@pytest.mark.parametrize("given", [["--results", "x"], ["--run", "20261130T000000Z-000000"], ["--fit", "--results", "x"]])
+def test_what_goes_with_stack_alone_is_refused_without_it(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        accuracy.main(given)
+    assert "go with --stack" in capsys.readouterr().err
