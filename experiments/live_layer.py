@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 
 from experiments.live import SHAPES, without_a_device
-from upipe import host, kernels, layer
+from upipe import host, kernels, layer, memory
 from upipe.block import BlockSpec, Projections
 from upipe.layer import MLP_TOKENS, LayerSpec, LayerWeights, _LayerRun, _LayerSums, _OffloadedRun, decoder_layer, layer_contexts
 from upipe.live import LiveStorages, SimulatedAttention
@@ -34,10 +34,11 @@ from upipe.simulate import After
 
 WIDTHS = {"llama3_8b": 14336, "qwen3_32b": 25600}
 PRESETS = {
-    "lowest_memory": {"overlap": False},
-    "offload_within_layer": {"overlap": False, "offload": "pinned"},
-    "fastest": {"overlap": True},
+    name: {"overlap": memory.PRESETS[name]["upipe"]["overlap"], "mlp_tokens": memory.PRESETS[name]["memory"]["mlp_tokens"]}
+    for name in ("lowest_memory", "fastest")
 }
+PRESETS["offload_within_layer"] = PRESETS["lowest_memory"] | {"offload": "pinned"}
+"""What of a preset of `upipe.memory` a layer's peak depends on; the last is "lowest_memory" with that setting."""
 
 
 class Phases:
@@ -157,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kernel", choices=["fa4", "cudnn"], default="fa4")
     parser.add_argument("--local-tokens", nargs=2, default=["64K", "128K"], metavar="L", help="two lengths (default: %(default)s)")
     parser.add_argument("--attention-output", choices=["device", "host"], default="device")
-    parser.add_argument("--mlp-tokens", type=int, default=MLP_TOKENS)
+    parser.add_argument("--mlp-tokens", type=int, help="default: the preset's")
     parser.add_argument("--tables", nargs="*", default=["backward"], metavar="PHASE", help="phases to list tensor by tensor")
     options = parser.parse_args(arguments)
     shape = SHAPES[options.model] | {"width": WIDTHS[options.model]}
@@ -166,9 +167,10 @@ def main(arguments: list[str] | None = None) -> int:
         unit = 2 * shape["hidden"] * lengths[1]
         for preset in options.preset:
             for ranks in options.ranks:
+                modes = PRESETS[preset] | ({} if options.mlp_tokens is None else {"mlp_tokens": options.mlp_tokens})
                 found = slopes(
                     lengths, ranks=ranks, kernel=options.kernel, heads_per_stage=options.heads_per_stage,
-                    mlp_tokens=options.mlp_tokens, attention_output=options.attention_output, **PRESETS[preset], **shape,
+                    attention_output=options.attention_output, **modes, **shape,
                 )  # fmt: skip
                 print(f"\n{options.model}, {preset}, {ranks} ranks, {options.kernel}; 1 u = {unit / 2**30:.3f} GiB at "
                       f"{format_tokens(lengths[1])} local tokens")

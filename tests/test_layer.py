@@ -16,11 +16,12 @@ from experiments.live import SHAPES
 from tests.plain import VOCAB, assert_close, block_causal, data_of, plain_step, randomise, relative_error, tiny_model
 from tests.sharded import assert_equal_to_plain, ds_config
 from tests.test_zoo import zoo_model
-from upipe import PreflightError, host, models, reference, workspace
+from upipe import PreflightError, host, memory, models, reference, workspace
 from upipe.apply import document_offsets
 from upipe.block import BlockSpec, Projections
 from upipe.kernels import Case, select
 from upipe.layer import (
+    MLP_TOKENS,
     FusedLayersConfig,
     LayerSpec,
     LayerWeights,
@@ -609,6 +610,7 @@ LLAMA = SHAPES["llama3_8b"] | {"width": 14336}
 @pytest.mark.parametrize("preset, most", [("lowest_memory", 6.5), ("fastest", 8.4)])
 def test_peak_of_a_whole_layer_on_eight_ranks(preset, most, attention_output):
     """Llama3-8B, the machine's default kernel: everything counted, between 64K and 128K local tokens."""
+    assert memory.PRESETS[preset]["memory"]["fused_layers"]
     found = live_layer.slopes(ranks=8, attention_output=attention_output, **live_layer.PRESETS[preset], **LLAMA)
     per_unit, constant, table = found["backward"]
     assert per_unit <= most and constant <= 0.7, (per_unit, constant, table)
@@ -673,7 +675,7 @@ def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")(test))
 
 
-def gpu_layer(tokens, hidden=2048, heads=16, kv_heads=4, width=5632, **modes):
+def gpu_layer(tokens, hidden=2048, heads=16, kv_heads=4, width=5632, mlp_tokens=MLP_TOKENS, **modes):
     """A Llama layer in bf16 on a GPU, P = 1: the function, the plain layer, cos, sin, positions."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -686,7 +688,7 @@ def gpu_layer(tokens, hidden=2048, heads=16, kv_heads=4, width=5632, **modes):
     cos, sin = LlamaRotaryEmbedding(config).cuda()(layer.mlp.up_proj.weight, positions)
     block = BlockSpec(HeadSchedule(heads, kv_heads, 1), rank=0, group=None, head_dim=hidden // heads, scale=(hidden // heads) ** -0.5,
                       kernel=select("auto", Case.of(cos, hidden // heads)), **modes)
-    spec = LayerSpec(block, layer.mlp.act_fn, config.rms_norm_eps, config.rms_norm_eps)
+    spec = LayerSpec(block, layer.mlp.act_fn, config.rms_norm_eps, config.rms_norm_eps, mlp_tokens)
     architecture = models.of_model_type("llama")
     return lambda x: decoder_layer(x, weights_of(layer, architecture), cos, sin, spec), layer, cos, sin, positions, spec
 

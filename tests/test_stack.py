@@ -255,7 +255,9 @@ def test_the_lowest_memory_is_that_of_fused_layers_where_they_can_be(tmp_path):
     config = configured("lowest_memory")
     assert (config.memory.fused_layers, config.upipe.dx, config.upipe.overlap) == (True, "gemm", False)
     assert planned("lowest_memory", host=300).fused == FusedLayersConfig(2048)
-    assert planned("paper").fused is None and planned("fastest").fused is None
+    assert planned("paper").fused is None and planned("fastest", host=300).fused == FusedLayersConfig(8192)
+    fastest = [configured("fastest", memory=given) for given in ({}, {"fused_layers": False})]
+    assert [(made.memory.fused_layers, made.upipe.dx) for made in fastest] == [(True, "gemm"), (False, "gemm")]
     in_parts = [
         {"memory": {"fused_layers": False}}, {"memory": {"offload": "none"}}, {"upipe": {"dx": "bf16"}}, {"model": {"pretrained": "gemma"}},
     ]  # fmt: skip

@@ -60,13 +60,13 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "upipe": {
             "heads_per_stage": "auto", "attention_output": "host", "attention_output_layers": "auto", "overlap": True, "dx": "gemm",
         },
-        "memory": {**_TILES, "offload": "auto", "prefetch": True},
+        "memory": {**_TILES, "offload": "auto", "prefetch": True, "fused_layers": True},
     },
 }
 """Preset -> section -> what it sets. "paper" is the set-up that the UPipe paper published (arXiv 2602.21196): U = P,
 every layer checkpointed and its input on the host, MLP, norms and loss in tiles; beyond PINNED_UP_TO tokens its offload is
 "pageable". The exchange and the gradient of the input stay as they are here (the official code's do not overlap, and sum in bf16).
-Where layers cannot be fused, "lowest_memory" leaves `fused_layers` off and has `dx: bf16`."""
+Where layers cannot be fused, `fused_layers` stays off, and "lowest_memory" has `dx: bf16`."""
 
 
 @dataclass

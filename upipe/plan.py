@@ -85,7 +85,7 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
         "memory.preset=lowest_memory", "memory.fused_layers=true", "upipe.attention_output_layers=auto", "memory.prefetch=false",
         "memory.offload_within_layer=true",
     ),
-    "modules": ("memory.preset=fastest",),
+    "modules": ("memory.preset=fastest", "memory.fused_layers=false"),
 }  # fmt: skip
 """What `fit` tries, by name; each also with one stored input for two layers (`with_pairs`)."""
 LEAST = CANDIDATES["fused layers, working tensors on the host"], CANDIDATES["fused layers, no overlap"]
