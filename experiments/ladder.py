@@ -101,7 +101,7 @@ PRESETS = {
             Rung("+ tiled loss", "ulysses:rope=model,offload=pinned,tiles=loss"),
             Rung("+ tiled MLP", "ulysses:rope=model,offload=pinned"),
             Rung("+ UPipe", "upipe:device,offload=pinned"),
-            Rung("+ output on host", "upipe:host,dx=bf16,offload=pinned"),
+            Rung("+ output on host", "upipe:host,offload=pinned"),
             Rung("one function a layer", "upipe:host,layer=fused,offload=pinned"),
         ),
     ),
