@@ -423,3 +423,42 @@ def test_gpu_report_adds_up_to_the_measured_peak(tmp_path):
     assert (found[OTHER] - x.numel() * 2) / report.peak < 0.05, report.table()
     report.write(tmp_path, "memory")
     assert (tmp_path / "memory.png").stat().st_size > 10_000
+
+
+def stack_report_of(settings, layers, tokens, kernel, model="llama3_8b", dtype="bfloat16"):
+    """Per setting the report of the second step of an engine of `experiments.stack`, on one process."""
+    from experiments.stack_methods import Engine, Setting, Shape, named_kernel
+
+    found = {}
+    for text in settings:
+        setting = Setting.parse(text)
+        engine = Engine(Shape(model, layers, torch.distributed.get_world_size(), dtype), [setting], named_kernel(kernel))
+        engine.activate(setting)
+        batch = engine.batch(tokens)
+        engine.step(batch)
+        with memory_report.recorded(engine.engine) as report:
+            engine.step(batch)
+        found[text] = report.accounted, report.analysis.by_kind[OTHER] / report.peak, report.analysis.by_kind, report.table()
+        engine.close()
+    return found
+
+
+STACKS = ("upipe:host,layer=fused", "upipe:device", "ulysses:tiles=loss,offload=pageable")
+
+
+def test_a_whole_stack_is_told_apart(worlds):
+    found = worlds(1).run(stack_report_of, settings=STACKS, layers=3, tokens=512, kernel="reference", model="toy", dtype="float32")[0]
+    for text, (accounted, other, by_kind, table) in found.items():
+        assert accounted == 1.0 and other < 0.05, (text, table)
+        assert all(by_kind[kind] > 0 for kind in (PARAMETERS, OPTIMIZER, LOSS)), (text, table)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_gpu_report_of_a_whole_stack():
+    """Against the allocator's own peak: 3 % of it unnamed at most, 5 % other."""
+    import upipe
+
+    upipe.init_distributed()
+    for text, (accounted, other, _, table) in stack_report_of(STACKS, 2, 32768, "cudnn").items():
+        assert 0.97 <= accounted <= 1.0 + 1e-9 and other < 0.05, f"{text}\n{table}"
