@@ -179,8 +179,6 @@ def run(point: Point) -> Record:
         point, point.tokens, sizes, world=point.processes, local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", point.processes)),
         device_bytes=device_bytes, host_bytes=int(host_gib() * memory.GIB),
     )  # fmt: skip
-    if cuda and dist.get_rank() == 0:
-        memory.warn_of_allocator()
     described = plan.model(point.model)
     if wants_zero_init(described, zero_stage=point.train.zero_stage, cuda=cuda):
         model = build_partitioned_model(described, ds_config, seed=point.train.seed)

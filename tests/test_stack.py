@@ -6,8 +6,10 @@ Real gloo ranks and real copies to host memory. Tiles are of a few tokens, so th
 
 import contextlib
 import dataclasses
+import importlib
 import random
 from types import SimpleNamespace
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -20,13 +22,14 @@ from tests import training
 from tests.pairwise import every_value, pairwise
 from tests.plain import SEQUENCES, assert_close, data_of, plain_step, relative_error, shifted, tiny_model
 from tests.sharded import ds_config, gradients
-from upipe import PreflightError, UPipeConfig, memory
+from upipe import PreflightError, UPipeConfig, preflight
 from upipe.build import ModelConfig, ModelSizes, model_sizes
 from upipe.check import _plain_gradients
 from upipe.config import ConfigError, from_mapping
 from upipe.layer import FusedLayersConfig
 from upipe.loss import LossTerms
 from upipe.memory import GIB, PRESETS, MemoryConfig, Plan, apply_stack, fill, make_plan
+from upipe.methods import apply_method
 from upipe.metrics import read_metrics
 from upipe.offload import CheckpointConfig
 from upipe.tiled import TilingConfig
@@ -400,8 +403,30 @@ def test_gathers_and_buckets_follow_the_layer(stage):
     ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, False),
 ])
 def test_fixed_segments_are_warned_of(caplog, environment, warned):
-    assert memory.warn_of_allocator(environment) == warned
+    assert preflight.warn_of_allocator(environment) == warned
     assert ("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in caplog.text) == warned
+
+
+def asked_to_warn():
+    module, asked = importlib.import_module("upipe.apply"), []
+    with mock.patch.object(module, "_warn_of_allocator", lambda: asked.append(1)):
+        for method in ("upipe", "ulysses"):
+            apply_method(tiny_model("llama", 4, 2), method, UPipeConfig(sp_size=1)).remove()
+    return len(asked)
+
+
+def test_every_sharded_model_asks_for_the_warning_and_a_process_has_it_once(worlds, monkeypatch):
+    assert worlds(1).run(asked_to_warn) == [2]
+    told, warn = [], importlib.import_module("upipe.apply")._warn_of_allocator
+    monkeypatch.setattr(preflight, "warn_of_allocator", lambda: told.append(1))
+    for gpu, rank, times in ((False, 0, 0), (True, 1, 0), (True, 0, 1)):
+        warn.cache_clear()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        monkeypatch.setenv("RANK", str(rank))
+        warn()
+        warn()
+        assert len(told) == times
+    warn.cache_clear()
 
 
 # on models

@@ -8,9 +8,11 @@ where none are given, keeps local masks from being built, and refuses caches.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
+import os
 from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -655,6 +657,7 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     config = UPipeConfig() if config is None else config
     preflight.check_arguments(model, config, UPipeConfig)
     if hasattr(model, "share_over_ranks"):
+        _warn_of_allocator()
         return model.share_over_ranks(config, ds_config)
     init_distributed()
     preflight.check_groups(config.sp_size, config.ring_degree, node_ranks())
@@ -678,6 +681,13 @@ def apply(model: nn.Module, config: UPipeConfig | None = None, ds_config: dict |
     return patch(model, sharding, found, Handle, attention_forward, ds_config)
 
 
+@functools.cache
+def _warn_of_allocator() -> None:
+    """Once a process, on rank 0, where there is a GPU."""
+    if torch.cuda.is_available() and int(os.environ.get("RANK", 0)) == 0:
+        preflight.warn_of_allocator()
+
+
 def check_unpatched(model: nn.Module) -> None:
     """Refuse a model that is sharded already; take off what a removed handle left on a copy."""
     for module in model.modules():
@@ -689,6 +699,7 @@ def check_unpatched(model: nn.Module) -> None:
 
 def patch(model: nn.Module, sharding: Sharding, found: list, handle_class: type[Handle], attention, ds_config) -> Handle:
     """Give attention and decoder of a checked model their subclasses. found: as `preflight.find_attention` returned it."""
+    _warn_of_allocator()
     subclasses: dict[type, type] = {}
     patched = []
     for module in model.modules():

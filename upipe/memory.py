@@ -12,8 +12,6 @@ depends on the preset's name. u = B x L x D x bytes of the dtype: one hidden sta
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,8 +30,6 @@ from upipe.methods import config as methods
 from upipe.offload import CheckpointConfig, Checkpointing, apply_checkpointing
 from upipe.preflight import PreflightError
 from upipe.tiled import MLP_TILE_TOKENS, NORM_TILE_TOKENS, Tiling, TilingConfig, apply_tiling
-
-logger = logging.getLogger(__name__)
 
 GIB = 2**30
 SYSTEM_GIB, PROCESS_GIB = 20.0, 5.0
@@ -538,17 +534,3 @@ def apply_stack(
             raise ConfigError(f"memory.loss_implementation={plan.tiling.loss_implementation}: {error}") from error
         raise
     return Stack(plan, handle, tiling, fused, checkpointing)
-
-
-def warn_of_allocator(environment=os.environ) -> bool:
-    """Say so where torch's allocator has fixed segments: lengths that change, or buffers of several GiB, leave holes between them.
-    Returns whether it did."""
-    settings = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + "," + environment.get("PYTORCH_ALLOC_CONF", "")
-    if "expandable_segments:true" in settings.replace(" ", "").lower():
-        return False
-    logger.warning(
-        "PYTORCH_CUDA_ALLOC_CONF=%r is without expandable_segments:True: at long lengths fragments may take several GiB of the device; "
-        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the run starts",
-        environment.get("PYTORCH_CUDA_ALLOC_CONF", ""),
-    )  # fmt: skip
-    return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
@@ -13,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from upipe import blocked, kernels, models, ring
 from upipe.schedule import HeadSchedule
+
+logger = logging.getLogger(__name__)
 
 
 class PreflightError(ValueError):
@@ -371,3 +375,17 @@ def live_layers(ds_config: dict, layer_parameters: int) -> float | None:
 def numel(parameter: torch.Tensor) -> int:
     """Elements of a parameter, also of one that ZeRO-3 has partitioned."""
     return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def warn_of_allocator(environment=os.environ) -> bool:
+    """Say so where torch's allocator has fixed segments: lengths that change, or buffers of several GiB, leave holes between them.
+    Returns whether it did."""
+    settings = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + "," + environment.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:true" in settings.replace(" ", "").lower():
+        return False
+    logger.warning(
+        "PYTORCH_CUDA_ALLOC_CONF=%r is without expandable_segments:True: at long lengths fragments may take several GiB of the device; "
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the run starts",
+        environment.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+    )  # fmt: skip
+    return True

@@ -124,8 +124,6 @@ class Trainer:
             device_bytes=torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if self.cuda else None,
             host_bytes=int(host_gib() * 2**30),
         )
-        if self.cuda and self.is_main:
-            memory.warn_of_allocator()
         described = plan.model(config.model)
         if partitioned and not dry_run:
             self.model = build_partitioned_model(described, self.ds_config, seed=train.seed)
