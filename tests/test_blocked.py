@@ -372,8 +372,9 @@ def test_the_planner_counts_them():
 
 
 @pytest.mark.parametrize("words, calls", [
-    ((), {"forward": (4, 1), "backward": (1, 1)}),                  # a forward's stages are four times as wide
-    (("upipe.overlap=false",), {"forward": (1, 1), "backward": (1, 1)}),
+    # A forward's stages are four times as wide.
+    pytest.param((), {"forward": (4, 1), "backward": (1, 1)}, marks=pytest.mark.slow),
+    pytest.param(("upipe.overlap=false",), {"forward": (1, 1), "backward": (1, 1)}, marks=pytest.mark.slow),
     (("method=ulysses",), {"forward": (16, 4), "backward": (16, 4)}),
 ])
 def test_the_planner_takes_their_measured_times(words, calls):
