@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -52,8 +53,10 @@ def ended(tmp_path, monkeypatch, capsys, kills, script):
     monkeypatch.setattr(launch, "kernel_kills", lambda: next(counts))
     monkeypatch.setattr(launch, "kernel_log_names", lambda pid: False)
     monkeypatch.setattr(launch, "GRACE_S", 0.5)
-    settings = {"memory": {"offload": "pinned", "optimizer": "cpu"}}
-    return launch.launch(["train"], 2, settings), capsys.readouterr().err
+    settings, started = {"memory": {"offload": "pinned", "optimizer": "cpu"}}, time.monotonic()
+    status = launch.launch(["train"], 2, settings)
+    assert time.monotonic() - started < 30, "a rank that failed was not seen while another went on"
+    return status, capsys.readouterr().err
 
 
 SECOND_IS_KILLED = 'if [ "$RANK" = 1 ]; then kill -9 $$; fi; exec sleep 60'

@@ -107,14 +107,15 @@ def refusals(folder: Path, nproc: int) -> list[str]:
 def _wait(ranks: list[subprocess.Popen]) -> int:
     """Until all have ended, or GRACE_S after one has failed."""
     status, deadline = 0, None
-    while any(process.poll() is None for process in ranks):
-        failed = next((p.returncode for p in ranks if p.returncode), 0)
+    # Of every rank each time: one that has failed is seen while others go on.
+    while None in (codes := [process.poll() for process in ranks]):
+        failed = next(filter(None, codes), 0)
         if failed and deadline is None:
             status, deadline = failed, time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    status = status or next((p.returncode for p in ranks if p.returncode), 0)
+    status = status or next(filter(None, codes), 0)
     return 128 - status if status < 0 else status
 
 
