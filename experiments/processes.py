@@ -4,13 +4,17 @@ that a rank can look after itself before it imports anything large."""
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+# By its path: the package would bring torch along.
+_spec = importlib.util.spec_from_file_location("oom_killer", Path(__file__).resolve().parent.parent / "upipe" / "oom_killer.py")
+oom_killer = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(oom_killer)
 
 
 def die_with_parent(parent: int) -> None:
@@ -51,49 +55,3 @@ def kill_tree(pid: int, patience_s: float = 30.0) -> None:
     left = [process.pid for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     if left:
         raise RuntimeError(f"processes {left} did not end within {patience_s:.0f} s of SIGKILL")
-
-
-def kernel_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """How many processes of this process's control group the kernel's out-of-memory killer has ended so far, or None
-    where the kernel does not say. A process that dies by SIGKILL while this number rises was out of host memory."""
-    try:
-        groups = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    counts = []
-    for line in groups:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            roots, name = (cgroups, cgroups / "unified"), "memory.events"
-        elif "memory" in controllers.split(","):
-            roots, name = (cgroups / "memory",), "memory.oom_control"
-        else:
-            continue
-        # Inside a container the group's own path may be the mount's root.
-        for folder in [root / part for root in roots for part in (path.lstrip("/"), "")]:
-            count = _oom_kill(folder / name)
-            if count is not None:
-                counts.append(count)
-                break
-    return max(counts, default=None)
-
-
-def kernel_log_names(pid: int) -> bool:
-    """Whether the kernel's log, where it can be read, says that the out-of-memory killer ended this process."""
-    try:
-        done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and f"Killed process {pid} " in done.stdout
-
-
-def _oom_kill(path: Path) -> int | None:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        key, _, value = line.partition(" ")
-        if key == "oom_kill" and value.strip().isdecimal():
-            return int(value)
-    return None

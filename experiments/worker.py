@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from experiments.processes import die_with_parent, kernel_kills, kernel_log_names
+from experiments.processes import die_with_parent, oom_killer
 
 
 def torchrun(folder: Path, parent: int) -> None:
@@ -52,7 +52,7 @@ def _processes(folder: Path) -> int:
 def rank(folder: Path, launcher: int | None = None) -> int:
     """Run one rank in a child process and see to its result; returns 0 where it has one that is ok."""
     die_with_parent(os.getppid() if launcher is None else launcher)
-    number, kills, parent = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"]), kernel_kills(), os.getpid()
+    number, kills, parent = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"]), oom_killer.kernel_kills(), os.getpid()
     child = os.fork()
     if child == 0:
         die_with_parent(parent)
@@ -60,27 +60,11 @@ def rank(folder: Path, launcher: int | None = None) -> int:
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0 and not (folder / f"rank-{number}.json").exists():
-        named = code == -signal.SIGKILL and kernel_log_names(child)
-        outcome, reason = death(-code, kills, kernel_kills(), named)
+        named = code == -signal.SIGKILL and oom_killer.kernel_log_names(child)
+        by_kernel = oom_killer.killed_for_memory(kills, oom_killer.kernel_kills(), named)
+        outcome, reason = oom_killer.death(-code, by_kernel)
         leave(folder, number, {"outcome": outcome, "reason": reason, "signal": -code})
     return int(code != 0)
-
-
-def death(number: int, kills_before: int | None, kills_after: int | None, named: bool) -> tuple[str, str]:
-    """The outcome of a rank that signal `number` ended, and the reason.
-
-    Args:
-        kills_before, kills_after: `kernel_kills()` when it started and when it had ended.
-        named: whether the kernel's log names the process as killed for memory.
-    """
-    name = signal.Signals(number).name
-    if number != signal.SIGKILL:
-        return "failed", f"ended by {name}"
-    rose = None if kills_before is None or kills_after is None else kills_after - kills_before
-    if named or rose:
-        return "oom_host", f"{name} by the kernel's out-of-memory killer"
-    known = "the kernel reports no out-of-memory kill" if rose == 0 else "whether the kernel did it for memory cannot be read here"
-    return "failed", f"ended by {name}; {known}"
 
 
 def leave(folder: Path, number: int, result: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from tests import training
+from upipe import cli, host, outcomes
 from upipe.check import CheckResult, relative_error
 from upipe.cli import INTERRUPTED, main
 from upipe.config import ConfigError, from_mapping, load
@@ -127,6 +128,47 @@ def test_a_refusal_on_the_ranks_is_the_status_of_the_command(config):
     done = run("train", config, "upipe.sp_size=3", "--nproc", 2)
     assert done.returncode == 2 and done.stderr.count("sp_size=3 does not divide the world of 2 processes") == 1, done.stderr
     assert "upipe: error: sp_size=3" in done.stderr and "(rank" not in done.stderr
+
+
+class Short:
+    """A trainer whose first step runs out of memory."""
+
+    is_main, error, closed = True, None, 0
+
+    def __init__(self, config, *, resume, dry_run):
+        assert config.upipe.heads_per_stage == "auto"
+
+    def describe(self):
+        return "a run"
+
+    def fit(self, caught):
+        raise self.error
+
+    def close(self):
+        Short.closed += 1
+
+
+@pytest.mark.parametrize(("error", "outcome", "numbers", "helps"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 12.25 GiB "
+                            "is free."), "oom_device", "asked 20.00 GiB, limit 139.80 GiB, free 12.25 GiB",
+     "upipe.heads_per_stage: 1 (now auto)"),
+    (MemoryError(), "oom_host", "limit ", "upipe.attention_output_layers: fewer (now auto)"),
+    (host.PinnedHostMemoryError("pinned host memory: cudaHostRegister of 4096 bytes failed"), "oom_pinned", "asked 4.00 KiB",
+     "memory.pinned_fallback: true (now false)"),
+])  # fmt: skip
+def test_a_run_out_of_memory_ends_with_its_own_status(config, capsys, monkeypatch, error, outcome, numbers, helps):
+    monkeypatch.setattr(cli, "Trainer", Short)
+    monkeypatch.setattr(Short, "error", error)
+    monkeypatch.delenv("RANK", raising=False)
+    closed, words = Short.closed, ["train", str(config), "memory.preset=fastest", "upipe.sp_size=1", "--no-plan"]
+    assert main(words) == 3 and Short.closed == closed + 1
+    told = capsys.readouterr().err
+    assert f"\nupipe: {outcomes.NAMES[outcome]} ({outcome}): {type(error).__name__}" in told and "in fit\n" in told
+    assert numbers in told and f"\n    {helps} - " in told
+    # What is no lack of memory is raised as it is.
+    monkeypatch.setattr(Short, "error", ValueError("something else"))
+    with pytest.raises(ValueError, match="something else"):
+        main(words)
 
 
 @pytest.mark.slow

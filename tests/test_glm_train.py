@@ -192,7 +192,7 @@ def test_without_a_launcher_as_many_processes_start_as_share_a_sequence(tmp_path
     monkeypatch.setattr(cli.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(cli, "Trainer", lambda *_, **__: pytest.fail("here"))
     asked = []
-    monkeypatch.setattr(cli, "launch", lambda arguments, nproc: asked.append((arguments[:2], nproc)) or 0)
+    monkeypatch.setattr(cli, "launch", lambda arguments, nproc, settings: asked.append((arguments[:2], nproc)) or 0)
     made = run_of(tmp_path, upipe__sp_size=sp_size)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(made))
     words = ["train", str(tmp_path / "run.yaml")]

@@ -102,6 +102,18 @@ def test_a_failed_registration_says_pinned_host_memory_and_the_numbers(monkeypat
     pool.give(held)
 
 
+@pytest.mark.parametrize("memory", host.WORKS)
+def test_a_failed_registration_says_what_the_memory_was_for_and_what_works_there(monkeypatch, memory):
+    monkeypatch.setattr(host, "_register", lambda address, nbytes: "out of memory (2)")
+    with pytest.raises(host.PinnedHostMemoryError, match=f"pinned host memory for {memory}: cudaHostRegister of {PAGE} bytes") as caught:
+        host.HostPool().take(PAGE, torch.uint8, memory=memory)
+    assert caught.value.memory == memory and classify(caught.value)[0] == "oom_pinned"
+    assert str(caught.value).endswith(f"Use {host.WORKS[memory]}")
+    # These two serve the saved inputs alone.
+    assert ("pinned_fallback" in str(caught.value)) == (memory == host.SAVED)
+    assert ("offload: pageable" in str(caught.value)) == (memory in (host.SAVED, host.WORKING))
+
+
 def test_free_pinned_blocks_are_given_up_before_failing(monkeypatch):
     """One block may be pinned at a time: a free one of another size makes way, one in use does not."""
     registered = set()

@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.test_cli import ROOT, config, environment  # noqa: F401
+from upipe import launch
 from upipe.comm import node_ranks
 from upipe.launch import REFUSALS, refusals, refuse, slurm_environment
 from upipe.metrics import read_metrics
@@ -38,6 +40,50 @@ def test_what_ranks_refuse_is_told_once(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("RANK")
     refuse("no")
     assert capsys.readouterr().err == "upipe: error (rank 2): no\nupipe: error: no\n"
+
+
+def ended(tmp_path, monkeypatch, capsys, kills, script):
+    """Status of `launch` with ranks that run a shell script in place of the command, and what is printed. kills: the kernel's counts
+    before and after."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    counts = iter(kills)
+    monkeypatch.setattr(launch.sys, "executable", str(program))
+    monkeypatch.setattr(launch, "kernel_kills", lambda: next(counts))
+    monkeypatch.setattr(launch, "kernel_log_names", lambda pid: False)
+    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    settings, started = {"memory": {"offload": "pinned", "optimizer": "cpu"}}, time.monotonic()
+    status = launch.launch(["train"], 2, settings)
+    assert time.monotonic() - started < 30, "a rank that failed was not seen while another went on"
+    return status, capsys.readouterr().err
+
+
+SECOND_IS_KILLED = 'if [ "$RANK" = 1 ]; then kill -9 $$; fi; exec sleep 60'
+
+
+def test_a_rank_that_the_kernel_killed_for_memory(tmp_path, monkeypatch, capsys):
+    status, told = ended(tmp_path, monkeypatch, capsys, (3, 4), SECOND_IS_KILLED)
+    assert status == launch.OUT_OF_MEMORY == 3
+    assert "upipe: rank 1: out of host memory (oom_host): SIGKILL by the kernel's out-of-memory killer\n  limit " in told
+    assert "memory.optimizer: device (now cpu)" in told and "memory.keep_layers_on_gpu: more" in told
+    # The launcher kills the other one, which is not told of.
+    assert "rank 0" not in told
+
+
+@pytest.mark.parametrize(("kills", "why"), [
+    ((3, 3), "the kernel reports no out-of-memory kill"), ((None, None), "whether the kernel did it for memory cannot be read here"),
+])
+def test_a_rank_that_something_else_killed(tmp_path, monkeypatch, capsys, kills, why):
+    status, told = ended(tmp_path, monkeypatch, capsys, kills, SECOND_IS_KILLED)
+    assert status == 128 + signal.SIGKILL and f"upipe: rank 1: failed (failed): ended by SIGKILL; {why}\n" in told
+
+
+def test_out_of_memory_is_the_status_also_where_another_rank_ended_first(tmp_path, monkeypatch, capsys):
+    """A rank that ran out of memory closes its groups before it ends, at which the others fail."""
+    script = 'if [ "$RANK" = 0 ]; then exit 1; fi; sleep 0.2; exit 3'
+    assert ended(tmp_path, monkeypatch, capsys, (0,), script) == (3, "")
+    assert ended(tmp_path, monkeypatch, capsys, (0,), script.replace("exit 3", "exit 2")) == (1, "")
 
 
 def free_port():

@@ -1,15 +1,21 @@
 """What an outcome says beside its name: the numbers of each kind of failure, and the settings that would help."""
 
+import copy
+import json
 import os
+import re
 import signal
 from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
 import torch
+import yaml
 
 from upipe import host
-from upipe.outcomes import NAMES, classify, explain, host_limits, killed
+from upipe.config import from_mapping, to_mapping
+from upipe.memory import PRESETS
+from upipe.outcomes import NAMES, advice, classify, explain, host_limits, killed
 from upipe.preflight import PreflightError
 from upipe.trainer import RunConfig
 
@@ -27,16 +33,22 @@ DEVICE_213_CAPPED = (
     "reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting "
     "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
-LOWEST = {
-    "model": {"checkpointing": "non-reentrant"},
-    "train": {"zero_stage": 3},
-    "data": {"tokens": 1 << 20},
-    "upipe": {"sp_size": 8, "heads_per_stage": 8, "attention_output": "host", "overlap": False, "dx": "bf16"},
-    "memory": {
-        "mlp_tokens": 2048, "norm_tokens": 2048, "loss_tokens": 1024, "offload": "pinned", "prefetch": False, "optimizer": "cpu",
-        "keep_layers_on_gpu": 0, "pinned_fallback": True,
-    },
-}  # fmt: skip
+OUTCOMES = ("oom_device", "oom_pinned", "oom_host")
+SHAPE = dict(hidden_size=64, layers=3, heads=4, kv_heads=2, intermediate_size=96, vocab_size=64)
+
+
+def settings_of(preset="none", **sections):
+    """A run's settings as the trainer has them, of three layers of Llama on eight ranks."""
+    mapping = {"model": dict(SHAPE), "data": {"path": "x", "tokens": "1M"}, "upipe": {"sp_size": 8}, "memory": {"preset": preset}}
+    for name, values in sections.items():
+        mapping[name] = values if isinstance(values, str) else mapping.get(name, {}) | values
+    return to_mapping(from_mapping(RunConfig, mapping))
+
+
+def lowest(**sections):
+    """The preset, and all else that lowers the device's memory."""
+    more = {"keep_layers_on_gpu": 0, "offload_within_layer": True, "optimizer": "cpu"}
+    return settings_of("lowest_memory", **sections | {"memory": more | sections.get("memory", {})})
 
 
 def keys(explanation):
@@ -65,20 +77,126 @@ def test_device_under_a_cap_has_the_cap_as_its_limit():
 
 
 def test_advice_leaves_out_what_is_set_already():
-    plain, lowest = explain(torch.OutOfMemoryError(DEVICE_213_CAPPED)), explain(torch.OutOfMemoryError(DEVICE_213_CAPPED), LOWEST)
-    assert {"memory.mlp_tokens", "memory.loss_tokens", "model.checkpointing", "memory.offload", "upipe.attention_output",
-            "upipe.dx", "upipe.overlap", "memory.optimizer"} < set(keys(plain))  # fmt: skip
-    assert keys(lowest) == ["upipe.sp_size", "data.tokens"]
-    assert "(now 1048576)" in lowest.help[-1]
+    error = torch.OutOfMemoryError(DEVICE_213_CAPPED)
+    plain, least = explain(error), explain(error, lowest())
+    assert {"memory.mlp_tokens", "memory.loss_tokens", "model.checkpointing", "memory.offload", "memory.fused_layers",
+            "upipe.dx", "upipe.overlap", "memory.offload_within_layer", "memory.optimizer"} < set(keys(plain))  # fmt: skip
+    assert keys(least) == ["upipe.sp_size", "data.tokens"]
+    assert "(now 1048576)" in least.help[-1]
     for section, key, value in (
-        ("upipe", "heads_per_stage", 32), ("train", "zero_stage", 1), ("upipe", "overlap", True), ("upipe", "dx", "gemm"),
-        ("memory", "offload", "none"), ("memory", "mlp_tokens", None), ("memory", "keep_layers_on_gpu", 4),
+        ("upipe", "heads_per_stage", 32), ("upipe", "heads_per_stage", "auto"), ("train", "zero_stage", 1), ("upipe", "overlap", True),
+        ("memory", "offload_within_layer", False), ("memory", "norm_tokens", None), ("memory", "loss_tokens", None),
     ):  # fmt: skip
-        changed = {name: dict(keys) for name, keys in LOWEST.items()}
-        changed[section][key] = value
-        assert keys(explain(torch.OutOfMemoryError(DEVICE_213_CAPPED), changed))[0] == f"{section}.{key}", key
+        assert keys(explain(error, lowest(**{section: {key: value}})))[0] == f"{section}.{key}", key
     narrow = explain(torch.OutOfMemoryError(DEVICE_211), {"upipe": {"sp_size": 8, "heads_per_stage": 32}})
     assert any(line.startswith("upipe.heads_per_stage: 8 (now 32)") for line in narrow.help)
+
+
+def test_the_device_is_told_of_fused_layers_and_of_their_own_offload():
+    paper, least = advice("oom_device", settings_of("paper"), {}), advice("oom_device", settings_of("lowest_memory"), {})
+    assert any(line.startswith("memory.fused_layers: true (now false) - ") for line in paper)
+    whole = "memory.offload_within_layer: true (now false) with memory.fused_layers: true (now false), memory.prefetch: false (now true) - "
+    assert any(line.startswith(whole) for line in paper)
+    assert any(line.startswith("memory.offload_within_layer: true (now false) - ") for line in least)
+    assert not any("upipe.dx" in line or "upipe.attention_output" in line for line in (*paper, *least))
+    # In parts, where dx: bf16 is set or nothing better can be had.
+    parts = settings_of("lowest_memory", memory={"fused_layers": False}, upipe={"attention_output": "device"})
+    told = advice("oom_device", parts, {})
+    assert any(line.startswith("memory.fused_layers: true (now false) with upipe.dx: gemm (now bf16) - ") for line in told)
+    assert any(line.startswith("upipe.attention_output: host (now device) - ") for line in told)
+    # Rows of two sequences do not fit within a layer.
+    two = advice("oom_device", settings_of("lowest_memory", train={"micro_batch_size": 2}), {})
+    assert not any("offload_within_layer" in line for line in two)
+
+
+@pytest.mark.parametrize(("kind", "serves", "dx"), [("qwen3", True, False), ("gemma2", False, True), ("olmo2", False, False)])
+def test_what_is_advised_is_of_the_models_family(tmp_path, kind, serves, dx):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    settings = {"model": {"pretrained": str(tmp_path)}, "upipe": {"sp_size": 2}}
+    told = advice("oom_device", settings, {})
+    assert any(line.startswith("memory.fused_layers: true") for line in told) == serves
+    assert any(line.startswith("upipe.dx: bf16 with upipe.attention_output: host, model.checkpointing: ") for line in told) == dx
+    # Where that cannot be read, each with the models it is for.
+    told = advice("oom_device", settings | {"model": {"pretrained": "not/here"}}, {})
+    assert any("Llama, Mistral, Qwen2, Qwen3" in line for line in told) and any("layers that are not fused" in line for line in told)
+
+
+@pytest.mark.parametrize("model", [{"preset": "glm-tiny"}, {"pretrained": "not/here", "glm": {}}])
+def test_a_model_with_tiles_of_its_own_is_told_of_none(model):
+    told = [line for outcome in OUTCOMES for line in advice(outcome, {"model": model, "memory": {"offload": "pinned"}}, {})]
+    assert not any(name in line for line in told for name in ("_tokens", "fused", "store_every", "upipe.overlap", "upipe.dx"))
+    assert any(line.startswith("memory.keep_layers_on_gpu: 0") for line in told)
+
+
+def applied(settings, pairs):
+    """The settings with those advised; in place of "larger" and the like a value that is."""
+    made = copy.deepcopy(settings)
+    for key, value in pairs:
+        section, name = key.split(".")
+        now = made[section][name]
+        if value == "larger":
+            value = 2 * now
+        elif value == "fewer":
+            value = now // 2 if isinstance(now, int) else 1
+        elif value == "more":
+            value = 2 if now == "auto" else now + 1
+        made[section][name] = value
+    return made
+
+
+def advised(line):
+    """The settings of a line of advice."""
+    return [(key, yaml.safe_load(value)) for key, value in re.findall(r"(\w+\.\w+): ([\w-]+)", line.split(" - ")[0])]
+
+
+FORMS = {
+    **{name: (name, {}) for name in PRESETS},
+    **{f"{name}, {'fused' if on else 'in parts'}": (name, {"memory": {"fused_layers": on}})
+       for name in PRESETS if name != "none" for on in (True, False)},
+    "lowest_memory, within": ("lowest_memory", {"memory": {"offload_within_layer": True, "keep_layers_on_gpu": 0}}),
+    "lowest_memory, pairs": ("lowest_memory", {"memory": {"store_every": 2, "pairs": 1}}),
+    "lowest_memory, device": ("lowest_memory", {"memory": {"fused_layers": False}, "upipe": {"attention_output": "device"}}),
+    "paper, pageable": ("paper", {"memory": {"offload": "pageable", "keep_layers_on_gpu": 2}}),
+    "paper, fallback": ("paper", {"memory": {"pinned_fallback": True, "keep_layers_on_gpu": 1}}),
+    "fastest, wide": ("fastest", {"upipe": {"heads_per_stage": 32, "attention_output_layers": 2, "overlap": True}}),
+    "fastest, fallback": ("fastest", {"memory": {"pinned_fallback": True}, "train": {"micro_batch_size": 4}}),
+    "reentrant": ("none", {"model": {"checkpointing": "reentrant"}, "memory": {"optimizer": "cpu"}}),
+    "checkpointed, fused": ("none", {"memory": {"offload": "pinned", "fused_layers": True, "pinned_fallback": True}}),
+    "ZeRO 0": ("none", {"train": {"zero_stage": 0}, "upipe": {"sp_size": 4, "ring_degree": 2, "heads_per_stage": 4, "dx": "bf16"}}),
+    **{method: ("paper", {"method": method}) for method in ("ulysses", "ring", "fpdt")},
+    "alone": ("none", {"method": "none", "upipe": {"sp_size": 1}}),
+    "GLM": ("none", {"model": dict.fromkeys(SHAPE) | {"preset": "glm-tiny"}, "memory": {"offload": "pinned"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.parametrize("form", FORMS)
+def test_each_line_of_advice_can_be_taken_as_it_is_written(form, outcome):
+    preset, sections = FORMS[form]
+    settings = settings_of(preset, **sections)
+    for memory in (None, *host.WORKS) if outcome == "oom_pinned" else (None,):
+        lines, together = advice(outcome, settings, {}, memory), []
+        assert lines[-1].startswith("data.tokens: fewer (now 1048576)")
+        for line in lines:
+            pairs = advised(line)
+            assert pairs and applied(settings, pairs) != settings, line
+            from_mapping(RunConfig, applied(settings, pairs))
+            stages = [key for key, _ in pairs if key.startswith("upipe.") and key != "upipe.sp_size"]
+            assert not stages or settings["method"]["name"] == "upipe", line
+            together += pairs
+        if outcome == "oom_device":
+            from_mapping(RunConfig, applied(settings, together))
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_advice_for_settings_of_any_form(outcome):
+    """What cannot be read counts as not given: an out-of-memory message must come."""
+    for settings in (
+        {}, {"upipe": None, "memory": None}, {"method": "ring", "upipe": {"sp_size": 8}}, {"model": {"preset": "no such"}},
+        {"memory": {"offload": None, "store_every": 2, "pairs": None}, "upipe": {"attention_output": "host", "heads_per_stage": "auto"}},
+        {"train": {"zero_stage": 0}, "method": {"name": "usp", "ring_degree": 2}, "upipe": {"sp_size": 0}},
+    ):  # fmt: skip
+        assert advice(outcome, settings, {})[-1].startswith("data.tokens: fewer")
 
 
 def test_every_setting_that_is_advised_exists():
@@ -142,8 +260,9 @@ def test_limit_of_the_control_group_of_both_kinds(tmp_path):
 
 
 def test_killed_by_the_kernel_is_out_of_host_memory():
-    told = killed(signal.SIGKILL, True, LOWEST)
-    assert told.outcome == "oom_host" and "out-of-memory killer" in told.reason and told.numbers["limit"] > 0
+    told = killed(signal.SIGKILL, True, lowest())
+    assert told.outcome == "oom_host" and "out-of-memory killer" in told.reason
+    assert [*told.numbers] == ["limit"] and told.numbers["limit"] > 0, "this process's use says nothing of the other's"
     assert "memory.optimizer" in keys(told)
     assert killed(signal.SIGKILL, False).outcome == "failed" and killed(signal.SIGSEGV, True).outcome == "failed"
 

@@ -15,9 +15,10 @@ import torch
 import yaml
 
 from experiments import merge, points, run, table, worker
-from experiments.processes import kernel_kills, kill_tree
+from experiments.processes import kill_tree
 from upipe import records
 from upipe.config import ConfigError
+from upipe.oom_killer import death, kernel_kills, killed_for_memory
 from upipe.outcomes import classify
 from upipe.preflight import PreflightError
 
@@ -209,11 +210,20 @@ def test_worker_leaves_the_outcome_of_what_its_kind_raises(tmp_path, monkeypatch
 
 
 def test_sigkill_is_out_of_memory_only_where_the_kernel_says_so():
-    assert worker.death(9, 3, 4, False)[0] == "oom_host"
-    assert worker.death(9, None, None, True)[0] == "oom_host"
-    assert worker.death(9, 3, 3, False)[0] == "failed"
-    assert worker.death(9, None, None, False)[0] == "failed"
-    assert worker.death(11, 3, 4, False) == ("failed", "ended by SIGSEGV")
+    def ended(number, before, after, named):
+        return death(number, killed_for_memory(before, after, named))
+
+    assert ended(9, 3, 4, False)[0] == "oom_host"
+    assert ended(9, None, None, True)[0] == "oom_host"
+    assert ended(9, 3, 3, False) == ("failed", "ended by SIGKILL; the kernel reports no out-of-memory kill")
+    assert ended(9, None, None, False) == ("failed", "ended by SIGKILL; whether the kernel did it for memory cannot be read here")
+    assert ended(11, 3, 4, False) == ("failed", "ended by SIGSEGV")
+
+
+def test_what_waits_for_a_rank_imports_nothing_large():
+    code = "import sys, experiments.worker; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+    assert not {"torch", "upipe", "numpy"} & set(loaded)
 
 
 def test_kernel_kills_reads_both_kinds_of_control_group(tmp_path):

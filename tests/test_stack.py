@@ -22,16 +22,17 @@ from tests import training
 from tests.pairwise import every_value, pairwise
 from tests.plain import SEQUENCES, assert_close, data_of, plain_step, relative_error, shifted, tiny_model
 from tests.sharded import ds_config, gradients
-from upipe import PreflightError, UPipeConfig, preflight
+from upipe import PreflightError, UPipeConfig, host, preflight
 from upipe.build import ModelConfig, ModelSizes, model_sizes
 from upipe.check import _plain_gradients
-from upipe.config import ConfigError, from_mapping
+from upipe.config import ConfigError, from_mapping, to_mapping
 from upipe.layer import FusedLayersConfig
 from upipe.loss import LossTerms
 from upipe.memory import GIB, PRESETS, MemoryConfig, Plan, apply_stack, fill, make_plan
-from upipe.methods import apply_method
+from upipe.methods import MethodConfig, apply_method
 from upipe.metrics import read_metrics
 from upipe.offload import CheckpointConfig
+from upipe.outcomes import explain
 from upipe.tiled import TilingConfig
 from upipe.trainer import RunConfig, Trainer, build_optimizer, deepspeed_config
 
@@ -144,7 +145,8 @@ def check(case):
             assert stack.fused.layers == 2 and stack.fused.counts.reused + stack.fused.counts.copied == 2 * accumulation
         elif plan.tiling is not None and plan.tiling.mlp_tokens is not None:
             assert min(c.reused + c.copied for c in (stack.tiling.mlp_counts, stack.tiling.norm_counts)) > 0
-        assert (moved.get("to_host_gib", 0) > 0) == (plan.sent_layers > 0)
+        assert (moved.get("to_host_gib", 0) > 0) == (moved.get("to_device_gib", 0) > 0) == (plan.sent_layers > 0)
+        assert (moved.get("attention_to_host_gib", 0) > 0) == (moved.get("attention_to_device_gib", 0) > 0) == (output == "host")
         assert (moved.get("host_gib", 0) > 0) == (plan.sent_layers > 0 or output == "host"), moved
 
 
@@ -503,6 +505,88 @@ def test_loss_terms_of_the_self_check_are_those_of_the_loss():
         assert relative_error(grads[name], p.grad) < 1e-5, name
 
 
+# bytes moved
+
+def pinning_fails(fused):
+    """Layers' inputs are page-locked, attention outputs are not."""
+    model = tiny_model("llama", 8, 2)
+    run = configured("lowest_memory", memory={"fused_layers": fused, "preset": "lowest_memory"}, upipe={"sp_size": 2})
+    plan = plan_of("five", "pinned", prefetch=False, fused=fused)
+    data, registered, taken = data_of("odd", 1, 1)[0], [], host.HostPool._make
+
+    def register(address, nbytes):
+        registered.append(nbytes)
+        return "out of memory (2)"
+
+    def make(pool, nbytes, pinned, purpose):
+        with mock.patch.object(host, "_register", register if purpose == host.OUTPUTS else lambda *_: None):
+            return taken(pool, nbytes, pinned, purpose)
+
+    with stacked(model, plan, run.upipe, ds_config(0, 1)) as (stack, engine):
+        batch = next(iter(stack.handle.shard(data)))
+        host.pool().clear()
+        with mock.patch.object(host.HostPool, "_make", make), pytest.raises(host.PinnedHostMemoryError) as caught:
+            stack.handle.loss(engine, batch)
+    told = explain(caught.value, to_mapping(run))
+    assert registered and told.outcome == "oom_pinned" and "pinned host memory for attention outputs" in told.reason
+    keys = [line.split(":")[0] for line in told.help if not line.startswith("ulimit")]
+    assert keys == ["memory.keep_layers_on_gpu", "upipe.attention_output_layers", "memory.store_every", "upipe.attention_output",
+                    "upipe.sp_size", "data.tokens"]  # fmt: skip
+    assert "attention_output: device" in told.reason and "pinned_fallback" not in str(told) and "pageable" not in str(told)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_attention_outputs_that_cannot_be_page_locked_are_told_of(worlds, fused):
+    worlds(2).run(pinning_fails, fused=fused)
+
+
+def bytes_of_a_step(output, dx, fused, sp, layers_on_host=None):
+    """Two micro-batches of one row: what a step copies, as it follows from the sizes."""
+    model = tiny_model("llama", 8, 2)
+    plan = plan_of("five", "pinned", keep=1, fused=fused)
+    config = UPipeConfig(sp_size=sp, attention_output=output, attention_output_layers=layers_on_host, dx=dx, overlap=False)
+    data = data_of("odd", dist.get_world_size() // sp, 2)
+    with stacked(model, plan, config, ds_config(2, 2)) as (stack, engine):
+        mine = data[stack.handle.dp_rank]
+        found = [window(stack, engine, mine)[2] for _ in range(2)]
+    rows = sum(-(-batch["input_ids"].shape[1] // sp) for batch in mine)
+    width, head_dim = model.config.hidden_size, model.model.layers[0].self_attn.head_dim
+    # Of two layers the last one's input stays.
+    expected = {"to_host": rows * width * 4, "to_device": rows * width * 4}
+    on_host = 0 if output == "device" else 2 if layers_on_host is None else layers_on_host
+    outputs, lse = rows * 8 * head_dim * 4, rows * sp * (8 // sp) * 4
+    if on_host:
+        expected["attention_to_host"] = on_host * (outputs + lse)
+        # With dx: bf16 the recomputed forward and the backward fetch it each.
+        expected["attention_to_device"] = on_host * ((2 if dx == "bf16" else 1) * outputs + lse)
+    for numbers in found:
+        assert {key.removesuffix("_gib"): value * GIB for key, value in numbers.items() if "_to_" in f"_{key}"} == expected
+
+
+@pytest.mark.parametrize(("output", "dx", "fused", "more"), [
+    ("device", "gemm", False, {}), ("host", "gemm", False, {}), ("host", "bf16", False, {}), ("host", "gemm", True, {}),
+    ("host", "gemm", True, {"layers_on_host": 1, "sp": 1}), ("device", "gemm", True, {}),
+])
+def test_what_a_step_copies_is_told_in_both_directions(worlds, output, dx, fused, more):
+    worlds(2).run(bytes_of_a_step, output=output, dx=dx, fused=fused, **{"sp": 2} | more)
+
+
+def bytes_of_fpdt():
+    model, data = tiny_model("llama", 8, 2), data_of("even", 1, 1)[0]
+    plan, ds = plan_of("five", "pinned"), ds_config(0, 1)
+    stack = apply_stack(model, plan, UPipeConfig(sp_size=2), ds, MethodConfig("fpdt", chunk_tokens=8))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=ds, mpu=stack.handle.mpu)
+    _, _, numbers = window(stack, engine, data)
+    assert numbers["attention_to_host_gib"] > 0 and numbers["attention_to_device_gib"] > 0
+    assert stack.handle.moved()["bytes_to_host"] == 0, "counted anew"
+    engine.destroy()
+    stack.remove()
+
+
+def test_chunks_of_fpdt_are_among_what_a_step_copies(worlds):
+    worlds(2).run(bytes_of_fpdt)
+
+
 # training runs
 
 
@@ -531,7 +615,11 @@ def test_trainer_runs_with_every_preset(worlds, tmp_path):
         assert records[1]["eval_loss"] == pytest.approx(found["none"]["records"][1]["eval_loss"], rel=1e-5)
         sends = preset in ("paper", "lowest_memory")
         # One of two layers is sent, 7 tokens of 32 fp32 numbers, two micro-batches a step.
-        assert [r.get("to_host_gib", 0) for r in records] == [2 * 7 * 32 * 4 / GIB * sends] * 3
+        for key in ("to_host_gib", "to_device_gib"):
+            assert [r.get(key, 0) for r in records] == [2 * 7 * 32 * 4 / GIB * sends] * 3
+        # Output and log-sum-exp of both layers, four heads over two ranks.
+        outputs, lse = (2 * 2 * n * 4 / GIB * (preset in ("lowest_memory", "fastest")) for n in (7 * 32, 2 * 14))
+        assert [(r.get("attention_to_host_gib", 0), r.get("attention_to_device_gib", 0)) for r in records] == [(outputs + lse,) * 2] * 3
         assert all(("host_pinned_gib" in r) == (preset != "none") for r in records)
         assert ("loss in tiles of 4 tokens" in result["text"]) == (preset != "none")
     assert "memory  preset paper; 1 layer inputs" in found["paper"]["text"]
@@ -605,7 +693,9 @@ def test_a_point_takes_the_memory_section(worlds):
     told = [found[k] for k in ("attention_output", "overlap", "dx", "offload", "keep_layers_on_gpu", "tile_tokens")]
     assert told == ["host", False, "slabs", "pinned", 1, 5] and found["fused"]
     assert plain["offload"] == "none" and plain["tile_tokens"] is None and plain["attention_output"] == "device"
-    assert found["host_steps"][-1]["to_host_gib"] == 32 * 32 * 4 / GIB and found["host_pinned_gib"] > 0
+    last = found["host_steps"][-1]
+    assert last["to_host_gib"] == last["to_device_gib"] == 32 * 32 * 4 / GIB
+    assert last["attention_to_host_gib"] == last["attention_to_device_gib"] > 0 and found["host_pinned_gib"] > 0
     assert any("offload pinned" in line for line in found["report"])
 
 

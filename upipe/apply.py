@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from upipe import blocked, kernels, loss, models, preflight, stage_width
-from upipe.block import BlockSpec, attention_block
+from upipe.block import BlockSpec, Moved, attention_block
 from upipe.comm import SequenceParallelGroups, init_distributed, node_ranks
 from upipe.config import Length
 from upipe.kernels import Offsets
@@ -106,6 +106,7 @@ def host_layers(config: UPipeConfig, layers: int) -> frozenset[int]:
 class Sharding:
     """What the patched modules of one handle share: groups, settings, kernels chosen, document boundaries.
 
+    moved: bytes of attention outputs that went to the host and came back, since `Handle.end_step`.
     chunk: tokens of a chunk, where a sequence is shared in chunks (`methods.apply.MethodSharding`).
     """
 
@@ -115,6 +116,7 @@ class Sharding:
         self.config, self.groups, self.closed = config, groups, False
         self.kernels: dict[kernels.Case, kernels.Kernel] = {}
         self.schedules: dict[tuple, HeadSchedule] = {}
+        self.moved = Moved()
         self._widths: dict[tuple[int, int, str], int] = {}
         self._offsets = WeakTensorKeyDictionary()
         self._frequencies: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
@@ -292,6 +294,7 @@ def block_spec(
         attention_output=sharding.attention_output(attention),
         overlap=sharding.config.overlap,
         dx=sharding.config.dx,
+        moved=sharding.moved,
     )
 
 
@@ -609,6 +612,14 @@ class Handle:
         """Of what else was put on the model."""
         others = {id(part): part for m in self.model.modules() for part in _stack_parts(m)}
         return [part.report() for part in others.values()]
+
+    def end_step(self) -> Moved:
+        """Bytes that attention copied to the host and back since the last call of this: outputs kept there, of layers without
+        `offload_within_layer`, which counts its own."""
+        counted = self._sharding.moved
+        moved = Moved(counted.to_host, counted.to_device)
+        counted.to_host = counted.to_device = 0
+        return moved
 
     def closing_report(self) -> str | None:
         """What training showed, as text for the end of a run, or None; the same on every rank. Collective."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -47,6 +47,14 @@ from upipe.workspace import Buffer
 
 ROW_TILE = 8192
 """Rows of a tile of the output projection and of dx: large enough for the products' full speed on an H200."""
+
+
+@dataclass
+class Moved:
+    """Bytes that went to the host, and that came back."""
+
+    to_host: int = 0
+    to_device: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ class BlockSpec:
         overlap: prepare the next stage while one runs. False: one stage at a time, the least memory.
         dx: "gemm": from [dq | dk | dv] as one product, the accurate way. "bf16": the sum of the stages' shares in x's
             dtype, about one unit less memory.
+        moved: is told the bytes of attention output and log-sum-exp that go to the host and come back.
     """
 
     schedule: HeadSchedule
@@ -89,6 +98,7 @@ class BlockSpec:
     attention_output: Literal["device", "host"] = "device"
     overlap: bool = True
     dx: Literal["gemm", "bf16"] = "gemm"
+    moved: Moved = field(default_factory=Moved, compare=False)
 
     def __post_init__(self) -> None:
         if self.dx == "bf16" and self.norm_width == "full":
@@ -320,26 +330,19 @@ class FullNorm:
             grads[:, h : h + 1] = (self.inverse * (scaled - unit * mean)).to(grads.dtype)
 
 
-@dataclass
-class Moved:
-    """Bytes that went to the host, and that came back."""
-
-    to_host: int = 0
-    to_device: int = 0
-
-
 class _HostCopy:
     """Attention output and log-sum-exp of one call in host memory: for each stage what the rows' owner received, pieces
     [N, heads, d] of every rank end to end, and lse [B, own heads, S]. Other tensors of a call lie beside them (`memory`).
 
     Args:
         pinned: page-locked.
-        moved: is told what is copied.
+        moved: is told what is copied; None: the block's own.
         keeps_lse: False for slabs of one call, which has it on the device.
     """
 
     def __init__(self, run: _Run, pinned: bool = True, moved: Moved | None = None, keeps_lse: bool = True) -> None:
-        self.device, self.pinned, self.moved, self.keeps_lse = run.x.device, pinned, moved or Moved(), keeps_lse
+        self.device, self.pinned, self.keeps_lse = run.x.device, pinned, keeps_lse
+        self.moved, self.what = run.spec.moved if moved is None else moved, host.OUTPUTS if keeps_lse else host.WORKING
         self.others: list[torch.Tensor] = []
         self.stages: list[torch.Tensor] = []
         self.lse: torch.Tensor | None = None
@@ -352,12 +355,12 @@ class _HostCopy:
         """Copy a device tensor out while the caller's stream goes on. -> host tensor, event of the copy's end (or None)."""
         if source.numel() == 0:
             return torch.empty(source.shape, dtype=source.dtype), None
-        target = host.pool().take(source.shape, source.dtype, pinned=self.pinned)
+        target = host.pool().take(source.shape, source.dtype, self.pinned, self.what)
         return target, self.write(target, source)
 
     def memory(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory of unset values, given back with the rest."""
-        self.others.append(host.pool().take(shape, dtype, pinned=self.pinned))
+        self.others.append(host.pool().take(shape, dtype, self.pinned, self.what))
         return self.others[-1]
 
     def write(self, target: torch.Tensor, source: torch.Tensor):

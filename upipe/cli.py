@@ -17,7 +17,7 @@ from upipe import checkpoint, models, outcomes, plan, plan_check, records
 from upipe.build import ModelConfig, build_model, count_parameters
 from upipe.config import ConfigError, load, parse_length, to_mapping
 from upipe.glm.config import preset_shapes as glm_shapes
-from upipe.launch import launch, refuse, slurm_environment
+from upipe.launch import OUT_OF_MEMORY, launch, refuse, slurm_environment
 from upipe.preflight import PreflightError
 from upipe.presets import preset_shapes
 from upipe.trainer import Interrupted, RunConfig, Trainer, save_config, signals
@@ -243,7 +243,7 @@ def run(
     if nproc is not None and "RANK" not in os.environ:
         options = ["--check"] * check + ["--dry-run"] * dry_run + ["--strict"] * strict + ["--no-plan"] * (not planned)
         options += (["--resume", resume] if resume != "none" else [])
-        return launch(["train", config, *overrides, *options], nproc)
+        return launch(["train", config, *overrides, *options], nproc, to_mapping(parsed))
 
     # torch 2.13 deprecates collectives under the names that DeepSpeed calls, at every call.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -277,7 +277,7 @@ def run(
             raise
         traceback.print_exc()
         print(f"upipe: {ended}", file=sys.stderr)
-        return 3
+        return OUT_OF_MEMORY
     finally:
         if trainer is not None:
             trainer.close()

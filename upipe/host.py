@@ -39,9 +39,29 @@ logger = logging.getLogger(__name__)
 PAGE = mmap.PAGESIZE
 
 
+SAVED, RING, OUTPUTS, WORKING, CHUNKS = (
+    "saved inputs", "the ring of pageable copies", "attention outputs", "working tensors of a layer", "chunks of fpdt",
+)  # fmt: skip
+WORKS = {
+    SAVED: "offload: pageable, pinned_fallback: true, a larger keep_layers_on_gpu, fewer layers or fewer tokens",
+    RING: "a larger ulimit -l, or offload: none",
+    OUTPUTS: "attention_output_layers: auto or a smaller number, attention_output: device, a larger ulimit -l, or fewer tokens",
+    WORKING: "offload: pageable, offload_within_layer: false, a larger ulimit -l, or fewer tokens",
+    CHUNKS: "a larger ulimit -l, a larger sp_size, fewer tokens or another method",
+}
+"""What host memory is taken for -> what works where it cannot be page-locked."""
+
+
 class PinnedHostMemoryError(RuntimeError):
     """Pinned (page-locked) host memory could not be had. `upipe.outcomes` tells it from the device's and from ordinary host
-    memory."""
+    memory.
+
+    memory: what it was for, one of WORKS; None: not said.
+    """
+
+    def __init__(self, message: str, memory: str | None = None) -> None:
+        super().__init__(message)
+        self.memory = memory
 
 
 @dataclass
@@ -69,12 +89,13 @@ class HostPool:
         self.pinned_bytes = 0
         atexit.register(self._at_exit)
 
-    def take(self, shape, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+    def take(self, shape, dtype: torch.dtype, pinned: bool = True, memory: str | None = None) -> torch.Tensor:
         """A contiguous CPU tensor of unset values, to be given back with `give`; it keeps its memory until then.
 
         Args:
             shape: a sequence of sizes, or their product as an int.
             pinned: page-locked, so that copies to and from a GPU run beside computation.
+            memory: what it is for, one of WORKS, which an error says.
 
         Raises:
             PinnedHostMemoryError: the memory cannot be page-locked, with the numbers and what would work.
@@ -85,7 +106,7 @@ class HostPool:
         nbytes = max(1, -(-wanted // PAGE)) * PAGE
         with self._lock:
             free = self._free.get((nbytes, pinned))
-            block = free.pop() if free else self._make(nbytes, pinned)
+            block = free.pop() if free else self._make(nbytes, pinned, memory)
             self._used[_base(block.memory)] = block
         return block.memory[:wanted].view(dtype).view(shape)
 
@@ -108,7 +129,7 @@ class HostPool:
                 while blocks:
                     self._release(blocks.pop())
 
-    def _make(self, nbytes: int, pinned: bool) -> _Block:
+    def _make(self, nbytes: int, pinned: bool, purpose: str | None) -> _Block:
         memory = _map(nbytes)
         if pinned:
             failed = _register(memory.data_ptr(), nbytes)
@@ -116,7 +137,7 @@ class HostPool:
                 self.clear()
                 failed = _register(memory.data_ptr(), nbytes)
             if failed is not None:
-                raise PinnedHostMemoryError(_refusal(nbytes, self.pinned_bytes, self.held_bytes, failed))
+                raise PinnedHostMemoryError(_refusal(nbytes, self.pinned_bytes, self.held_bytes, failed, purpose), purpose)
         self.held_bytes += nbytes
         self.pinned_bytes += nbytes * pinned
         return _Block(memory, pinned)
@@ -154,7 +175,7 @@ class _Slab:
     may still be writing, kept until the use has ended."""
 
     def __init__(self, nbytes: int, pinned: bool):
-        self.memory = pool().take((nbytes,), torch.uint8, pinned=pinned)
+        self.memory = pool().take((nbytes,), torch.uint8, pinned=pinned, memory=SAVED)
         self.pinned = pinned
         self.event: torch.cuda.Event | None = None
         self.future: Future | None = None
@@ -223,7 +244,7 @@ class _Lane:
     def submit(self, copy: Callable, *args) -> Future:
         """Run `copy(*args)` in the lane's thread, on its stream; the future's result is the event that ends it."""
         while len(self._ring) < self._chunks:
-            self._ring.append(pool().take((self._chunk,), torch.uint8, pinned=True))
+            self._ring.append(pool().take((self._chunk,), torch.uint8, pinned=True, memory=RING))
             self._busy.append(None)
         return self._thread.submit(self._run, copy, *args)
 
@@ -532,11 +553,11 @@ def _unregister(address: int) -> None:
         raise RuntimeError(f"cudaHostUnregister of {address:#x} failed with code {code}")
 
 
-def _refusal(nbytes: int, pinned: int, held: int, why: str) -> str:
+def _refusal(nbytes: int, pinned: int, held: int, why: str, memory: str | None) -> str:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limit_text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
     return (
-        f"pinned host memory: cudaHostRegister of {nbytes} bytes ({nbytes / 2**30:.2f} GiB) failed with {why!r}; this process "
-        f"has {pinned} bytes ({pinned / 2**30:.2f} GiB) pinned and {held} held already, ulimit -l is {limit_text}. Use "
-        "offload: pageable, pinned_fallback: true, a larger keep_layers_on_gpu, fewer layers or fewer tokens"
+        f"pinned host memory{'' if memory is None else f' for {memory}'}: cudaHostRegister of {nbytes} bytes ({nbytes / 2**30:.2f} GiB) "
+        f"failed with {why!r}; this process has {pinned} bytes ({pinned / 2**30:.2f} GiB) pinned and {held} held already, ulimit -l is "
+        f"{limit_text}. Use {WORKS[memory or SAVED]}"
     )

@@ -11,20 +11,36 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from upipe import outcomes
 from upipe.config import ConfigError
+from upipe.oom_killer import kernel_kills, kernel_log_names, killed_for_memory
 
+OUT_OF_MEMORY = 3
+"""Exit status of a run that ran out of memory, the device's or the host's."""
 REFUSALS = "UPIPE_REFUSALS"
 """Environment variable by which ranks that `launch` started know the folder for what they refuse."""
 GRACE_S = 15.0  # for the other ranks to end by themselves, once one has failed
 
 
-def launch(arguments: list[str], nproc: int) -> int:
-    """Run `upipe` with `arguments` as `nproc` ranks on this machine; returns the exit status of the first rank that
-    failed, or 0. SIGTERM and SIGUSR1 are passed on to the ranks. What ranks refuse is printed once, at the end. Raises ConfigError
-    for an nproc below 1."""
+def launch(arguments: list[str], nproc: int, settings: dict[str, Any] | None = None) -> int:
+    """Run `upipe` with `arguments` as `nproc` ranks on this machine.
+
+    SIGTERM and SIGUSR1 are passed on to the ranks. What ranks refuse is printed once, at the end; and of ranks that were killed,
+    whether the kernel did it for memory, and what would help then.
+
+    Args:
+        settings: the run's configuration, for that advice (`outcomes.explain`).
+
+    Returns:
+        The exit status of the first rank that failed, or 0; OUT_OF_MEMORY where a rank ran out of memory, whichever ended first.
+
+    Raises:
+        ConfigError: an nproc below 1.
+    """
     if nproc < 1:
         raise ConfigError(f"--nproc {nproc}: must be at least 1")
     environment = dict(os.environ)
@@ -40,6 +56,7 @@ def launch(arguments: list[str], nproc: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     ranks: list[subprocess.Popen] = []
+    kills = kernel_kills()
     folder = tempfile.TemporaryDirectory(prefix="upipe-")
     environment[REFUSALS] = folder.name
     numbers = (signal.SIGTERM, signal.SIGUSR1)
@@ -48,7 +65,13 @@ def launch(arguments: list[str], nproc: int) -> int:
         for rank in range(nproc):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(subprocess.Popen(command, env=environment | place, preexec_fn=_end_with_parent))
-        return _wait(ranks)
+        status = _wait(ranks)
+        # Here, before those that are left are killed below.
+        killed = _killed(ranks, kills, settings or {})
+        for rank, ended in killed:
+            print(f"upipe: rank {rank}: {ended}", file=sys.stderr)
+        short = any(ended.outcome == "oom_host" for _, ended in killed) or any(p.returncode == OUT_OF_MEMORY for p in ranks)
+        return OUT_OF_MEMORY if short else status
     finally:
         for process in ranks:
             if process.poll() is None:
@@ -84,15 +107,26 @@ def refusals(folder: Path, nproc: int) -> list[str]:
 def _wait(ranks: list[subprocess.Popen]) -> int:
     """Until all have ended, or GRACE_S after one has failed."""
     status, deadline = 0, None
-    while any(process.poll() is None for process in ranks):
-        failed = next((p.returncode for p in ranks if p.returncode), 0)
+    # Of every rank each time: one that has failed is seen while others go on.
+    while None in (codes := [process.poll() for process in ranks]):
+        failed = next(filter(None, codes), 0)
         if failed and deadline is None:
             status, deadline = failed, time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    status = status or next((p.returncode for p in ranks if p.returncode), 0)
+    status = status or next(filter(None, codes), 0)
     return 128 - status if status < 0 else status
+
+
+def _killed(ranks: list[subprocess.Popen], kills_before: int | None, settings: dict[str, Any]) -> list[tuple[int, outcomes.Explanation]]:
+    """How the ranks ended that SIGKILL ended, each with its number."""
+    found = [(rank, process.pid) for rank, process in enumerate(ranks) if process.poll() == -signal.SIGKILL]
+    kills = kernel_kills() if found else None
+    return [
+        (rank, outcomes.killed(signal.SIGKILL, killed_for_memory(kills_before, kills, kernel_log_names(pid)), settings))
+        for rank, pid in found
+    ]
 
 
 def _tell(ranks: list[subprocess.Popen], number: int) -> None:

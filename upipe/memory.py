@@ -474,18 +474,24 @@ class Stack:
         self.plan, self.handle, self.tiling, self.fused, self.checkpointing = plan, handle, tiling, fused, checkpointing
 
     def end_step(self) -> dict[str, float]:
-        """To be called after every optimizer step. Of this rank in GiB: what was sent to the host in the step (to_host_gib), what
-        layers moved while they ran (within_layers_to_host_gib, within_layers_to_device_gib; with `offload_within_layer`), and what it
-        holds there, all of it and page-locked (host_gib, host_pinned_gib); nothing where nothing is on the host.
+        """To be called after every optimizer step. Of this rank in GiB: what the step copied of layers' inputs (to_host_gib,
+        to_device_gib), of attention outputs or fpdt's chunks (attention_to_host_gib, attention_to_device_gib), and of layers while
+        they ran, attention outputs among it (within_layers_to_host_gib, within_layers_to_device_gib; with `offload_within_layer`);
+        and what it holds on the host, all of it and page-locked (host_gib, host_pinned_gib). Nothing where nothing is on the host.
 
         Raises:
             OffloadError: layers were to be sent, and nothing was.
         """
-        numbers = {} if self.checkpointing is None else {"to_host_gib": self.checkpointing.end_step().bytes_to_host / GIB}
+        numbers, attention = {}, self.handle.end_step()
+        if self.checkpointing is not None:
+            inputs = self.checkpointing.end_step()
+            numbers |= {"to_host_gib": inputs.bytes_to_host / GIB, "to_device_gib": inputs.bytes_to_device / GIB}
         if self.plan.fused is not None and self.plan.fused.offload != "none":
             moved = self.fused.end_step()
             numbers |= {"within_layers_to_host_gib": moved.to_host / GIB, "within_layers_to_device_gib": moved.to_device / GIB}
-        if not self.plan.sent_layers and not host_layers(self.handle.config, self.plan.layers):
+        elif host_layers(self.handle.config, self.plan.layers) or attention.to_host:
+            numbers |= {"attention_to_host_gib": attention.to_host / GIB, "attention_to_device_gib": attention.to_device / GIB}
+        if not self.plan.sent_layers and "attention_to_host_gib" not in numbers:
             return {}
         return numbers | {"host_gib": host.pool().held_bytes / GIB, "host_pinned_gib": host.pool().pinned_bytes / GIB}
 

@@ -17,22 +17,33 @@ apart by the statement that failed, which the traceback has.
 from __future__ import annotations
 
 import errno
+import json
 import linecache
 import re
 import resource
-import signal
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
-from upipe import host
+from upipe import host, models
+from upipe.apply import UPipeConfig
+from upipe.build import ModelConfig
 from upipe.config import ConfigError
+from upipe.glm.config import preset_shapes as glm_shapes
+from upipe.layer import SERVED
+from upipe.loss import LOSS_TILE_TOKENS
+from upipe.memory import MemoryConfig
+from upipe.methods import config as methods
+from upipe.oom_killer import death
+from upipe.optimize import TrainConfig
 from upipe.preflight import PreflightError
+from upipe.presets import preset_shapes
+from upipe.tiled import MLP_TILE_TOKENS, NORM_TILE_TOKENS
 
 _PINNED = re.compile(r"cudaHostAlloc|cudaHostRegister|cudaMallocHost|pinned host memory", re.IGNORECASE)
 _PINNING = re.compile(_PINNED.pattern + r"|pin_memory|host_register", re.IGNORECASE)
@@ -157,21 +168,21 @@ def explain(error: BaseException, settings: dict[str, Any] | None = None) -> Exp
         return Explanation(outcome, reason(cause))
     order = ("asked", "in use", "limit", "free")
     numbers = {name: numbers[name] for name in order if name in numbers} | numbers
-    return Explanation(outcome, reason(cause), numbers, advice(outcome, settings or {}, numbers))
+    return Explanation(outcome, reason(cause), numbers, advice(outcome, settings or {}, numbers, getattr(cause, "memory", None)))
 
 
-def killed(number: int, by_kernel: bool, settings: dict[str, Any] | None = None) -> Explanation:
-    """How a process ended that signal `number` killed, and that so has no exception.
+def killed(number: int, by_kernel: bool | None, settings: dict[str, Any] | None = None) -> Explanation:
+    """How another process ended that signal `number` killed, and that so has no exception.
 
     Args:
-        by_kernel: whether the kernel says that its out-of-memory killer did it (the count in the control group's
-            memory.events rose, or its log names the process).
+        by_kernel: whether the kernel says that its out-of-memory killer did it (`oom_killer`); None: it does not say.
     """
-    name = signal.Signals(number).name
-    if number == signal.SIGKILL and by_kernel:
-        numbers, why = host_limits(), f"{name} by the kernel's out-of-memory killer"
-        return Explanation("oom_host", why, numbers, advice("oom_host", settings or {}, numbers))
-    return Explanation("failed", f"ended by {name}")
+    outcome, why = death(number, by_kernel)
+    if outcome != "oom_host":
+        return Explanation(outcome, why)
+    # What that process held is free again, and this one's use says nothing of it.
+    numbers = {"limit": host_limits()["limit"]}
+    return Explanation(outcome, why, numbers, advice(outcome, settings or {}, numbers))
 
 
 _QUANTITY = r"([\d.]+) (bytes|KiB|MiB|GiB|TiB)"
@@ -261,85 +272,209 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
+GLM = "glm5_next"
 FRAGMENTED = 0.05
 """Share of the limit that is reserved but unallocated, from which on fragmentation is worth a line."""
 
-Now = Callable[..., Any]
 DEVICE, PINNED, HOST = ("oom_device",), ("oom_pinned",), ("oom_host",)
+_SECTIONS = {"model": ModelConfig, "train": TrainConfig, "upipe": UPipeConfig, "memory": MemoryConfig}
+_DEFAULTS = {f"{name}.{f.name}": f.default for name, section in _SECTIONS.items() for f in fields(section)} | {"memory.offload": "none"}
 
 
-def _ulysses(now: Now) -> int:
-    return now("upipe.sp_size", 1) // max(1, now("upipe.ring_degree", 1))
+class _Now:
+    """The settings of a run, by "section.key"; what is missing has its default.
+
+    memory: which memory ran out, where the exception says (`host.PinnedHostMemoryError.memory`).
+    """
+
+    def __init__(self, settings: dict[str, Any], memory: str | None = None) -> None:
+        self.settings, self.memory = settings, memory
+
+    def given(self, key: str) -> Any:
+        section, name = key.split(".")
+        values = self.settings.get(section)
+        return values.get(name) if isinstance(values, dict) else None
+
+    def __call__(self, key: str) -> Any:
+        value = self.given(key)
+        return _DEFAULTS.get(key) if value is None else value
+
+    @property
+    def offloads(self) -> bool:
+        """Whether layers' inputs go to the host, a number of them that is set rather than estimated."""
+        return self("memory.offload") in ("pinned", "pageable")
+
+    @property
+    def ulysses(self) -> int:
+        return max(1, self("upipe.sp_size") // max(1, self("upipe.ring_degree")))
+
+    @property
+    def family(self) -> str | None:
+        """The model's type, where the settings or its folder say."""
+        pretrained, preset = self("model.pretrained"), self("model.preset")
+        if pretrained is not None:
+            try:
+                described = json.loads((Path(pretrained) / "config.json").read_text())
+                return described.get("text_config", described)["model_type"]
+            except (OSError, ValueError, KeyError, AttributeError):
+                return None
+        if preset is not None:
+            return (glm_shapes() | preset_shapes()).get(preset, {}).get("model_type", GLM)
+        return self("model.architecture") or ("llama" if self("model.hidden_size") else None)
+
+    @property
+    def layers(self) -> int | None:
+        return self("model.layers") or (glm_shapes() | preset_shapes()).get(self("model.preset"), {}).get("num_hidden_layers")
+
+    @property
+    def parts(self) -> bool:
+        """Whether the model takes the stack's tiles, pairs and stages; a GLM model has its own."""
+        return self("model.glm") is None and not (self.family or "").startswith(GLM)
+
+    @property
+    def stages(self) -> bool:
+        return self.parts and methods.name_in(self.settings) == "upipe"
+
+    @property
+    def may_fuse(self) -> bool:
+        return self.stages and self.family in (None, *SERVED)
+
+    @property
+    def fused(self) -> bool:
+        return self("memory.fused_layers") is True
+
+    @property
+    def within(self) -> bool:
+        return self("memory.offload_within_layer") is True
+
+    @property
+    def all_heads_normed(self) -> bool:
+        """Whether a q/k norm runs over all heads, which `dx: bf16` does not serve."""
+        return any(a.norm_width == "full" for a in models.ARCHITECTURES if a.name == self.family)
 
 
-def _offloads(now: Now) -> bool:
-    return now("memory.offload", "none") != "none"
-
-
-# Against which outcomes; the setting and the value; what it does and costs; whether it is open, given the settings of now.
-_ADVICE: tuple[tuple[tuple[str, ...], str, str, str, Callable[[Now], bool]], ...] = (
-    (DEVICE, "memory.mlp_tokens", "8192", "the MLP in tiles; next to no time", lambda now: now("memory.mlp_tokens") is None),
-    (DEVICE, "memory.norm_tokens", "8192", "no fp32 copy; next to no time", lambda now: now("memory.norm_tokens") is None),
-    (DEVICE, "memory.loss_tokens", "2048", "no whole logits; next to no time", lambda now: now("memory.loss_tokens") is None),
-    (DEVICE, "model.checkpointing", "non-reentrant", "layers keep their input alone; one more forward a step",
-     lambda now: now("model.checkpointing", "none") == "none"),
-    (DEVICE, "memory.offload", "pinned", "saved inputs on the host, copied beside computation",
-     lambda now: now("memory.offload", "none") in ("none", "auto")),
-    (DEVICE, "memory.keep_layers_on_gpu", "0", "the last layers' inputs on the host too",
-     lambda now: _offloads(now) and now("memory.keep_layers_on_gpu", "auto") != 0),
-    (DEVICE, "train.zero_stage", "3", "states and parameters sharded; gathers beside computation",
-     lambda now: now("train.zero_stage", 3) != 3),
-    (DEVICE, "upipe.heads_per_stage", "{ulysses}", "the narrowest stages of attention",
-     lambda now: (now("upipe.heads_per_stage") or 0) > _ulysses(now)),
-    (DEVICE, "upipe.attention_output", "host", "recomputed from the host, not kept on the device; needs host memory",
-     lambda now: now("upipe.attention_output", "device") != "host"),
-    (DEVICE, "upipe.dx", "bf16", "one u less with attention_output: host; its sum over stages is rounded each time",
-     lambda now: now("upipe.dx", "gemm") != "bf16"),
-    (DEVICE, "upipe.overlap", "false", "one stage's buffers in place of two; exchanges are waited for",
-     lambda now: now("upipe.overlap", True) is True),
-    (DEVICE, "memory.prefetch", "false", "one saved input less; each is waited for",
-     lambda now: _offloads(now) and now("memory.prefetch", True) is True),
-    (DEVICE, "memory.optimizer", "cpu", "optimizer states on the host; a slower optimizer step",
-     lambda now: now("memory.optimizer", "device") != "cpu"),
-    (PINNED, "memory.pinned_fallback", "true", "goes on pageable from where pinning fails",
-     lambda now: now("memory.offload") == "pinned" and now("memory.pinned_fallback") is not True),
-    (PINNED, "memory.offload", "pageable", "ordinary memory through a small pinned ring; a few per cent of a step",
-     lambda now: now("memory.offload", "pinned") != "pageable"),
-    (PINNED + HOST, "memory.keep_layers_on_gpu", "more", "that many more saved inputs on the device", _offloads),
-    (PINNED + HOST, "upipe.attention_output_layers", "auto", "attention outputs of only as many layers as the host has room for",
-     lambda now: now("upipe.attention_output", "device") != "device" and now("upipe.attention_output_layers") != "auto"),
-    (PINNED + HOST, "memory.store_every", "2", "one stored input for two layers; one more forward of the first of them",
-     lambda now: _offloads(now) and now("memory.store_every", 1) == 1),
-    (PINNED + HOST, "upipe.attention_output", "device", "nothing of attention on the host; its forward runs once more a step",
-     lambda now: now("upipe.attention_output", "device") != "device"),
-    (HOST, "memory.optimizer", "device", "its states on the GPU", lambda now: now("memory.optimizer", "device") != "device"),
-    (HOST, "memory.offload", "none", "saved inputs on the device", _offloads),
-    (DEVICE + PINNED + HOST, "upipe.sp_size", "larger", "fewer tokens a rank; needs more GPUs", lambda now: True),
-    (DEVICE + PINNED + HOST, "data.tokens", "fewer", "all but the states is in proportion", lambda now: True),
+_CHECKPOINTED = ("model.checkpointing", ("non-reentrant",))
+_FUSED = (("upipe.dx", ("gemm",)), ("memory.offload", ("pinned", "pageable", "auto")), _CHECKPOINTED)
+_WITHIN = (
+    ("memory.fused_layers", (True,)), ("memory.offload", ("pinned", "pageable")), ("memory.prefetch", (False,)),
+    ("memory.keep_layers_on_gpu", (0, "auto")), ("memory.pinned_fallback", (False,)), ("upipe.dx", ("gemm",)), _CHECKPOINTED,
 )  # fmt: skip
 
 
-def advice(outcome: str, settings: dict[str, Any], numbers: dict[str, int]) -> tuple[str, ...]:
+def _width(now: _Now) -> tuple[int]:
+    return (now.ulysses,)
+
+
+def _host_outputs(now: _Now) -> tuple[str]:
+    return ("auto" if now("upipe.attention_output_layers") is None else "fewer",)
+
+
+def _pairs(now: _Now) -> tuple[int | None]:
+    """An odd number of layers is not all pairs."""
+    return (now.layers // 2 if (now.layers or 0) % 2 else None,)
+
+
+def _keeps_some(now: _Now) -> bool:
+    keep = now("memory.keep_layers_on_gpu")
+    paired = now("memory.store_every") == 2 and now("memory.pairs") is None
+    return now.offloads and keep != 0 and not (keep == "auto" and (paired or now.within))
+
+
+Allowed = tuple[Any, ...] | Callable[[_Now], tuple[Any, ...]]
+# Against which outcomes; what it does and costs; whether it is open, given the settings of now; the setting, and then others that it
+# needs. Of the values that a setting may have the first is advised; the others are named where theirs of now is none of them.
+_ADVICE: tuple[tuple[tuple[str, ...], str, Callable[[_Now], bool], tuple[tuple[str, Allowed], ...]], ...] = (
+    (DEVICE, "the MLP in tiles; next to no time",
+     lambda now: now.parts and not now.fused and now("memory.mlp_tokens") is None, (("memory.mlp_tokens", (MLP_TILE_TOKENS,)),)),
+    (DEVICE, "no fp32 copy; next to no time",
+     lambda now: now.parts and now("memory.norm_tokens") is None, (("memory.norm_tokens", (NORM_TILE_TOKENS,)),)),
+    (DEVICE, "no whole logits; next to no time",
+     lambda now: now.parts and now("memory.loss_tokens") is None, (("memory.loss_tokens", (LOSS_TILE_TOKENS,)),)),
+    (DEVICE, "layers keep their input alone; one more forward a step",
+     lambda now: now("model.checkpointing") == "none", (_CHECKPOINTED,)),
+    (DEVICE, "saved inputs on the host, copied beside computation",
+     lambda now: now("memory.offload") in ("none", "auto"), (("memory.offload", ("pinned",)), _CHECKPOINTED)),
+    (DEVICE, "a layer as one function, without what its parts hold beside each other (Llama, Mistral, Qwen2, Qwen3); next to no time",
+     lambda now: now.may_fuse and not now.fused, (("memory.fused_layers", (True,)), *_FUSED)),
+    (DEVICE, "the last layers' inputs on the host too", _keeps_some, (("memory.keep_layers_on_gpu", (0,)),)),
+    (DEVICE, "states and parameters sharded; gathers beside computation",
+     lambda now: now("train.zero_stage") != 3, (("train.zero_stage", (3,)),)),
+    (DEVICE, "the narrowest stages of attention",
+     lambda now: now.stages and (now("upipe.heads_per_stage") == "auto" or (now("upipe.heads_per_stage") or 0) > now.ulysses),
+     (("upipe.heads_per_stage", _width),)),
+    # In parts of a layer alone: attention_output: host by itself lowers no peak, dx: bf16 without it raises one.
+    (DEVICE, "about one u less with dx: bf16; attention runs forward once a step, and needs host memory",
+     lambda now: now.stages and not now.fused and now("upipe.dx") == "bf16" and now("upipe.attention_output") != "host",
+     (("upipe.attention_output", ("host",)), _CHECKPOINTED)),
+    (DEVICE, "about one u less in layers that are not fused; their sum over stages is rounded each time",
+     lambda now: now.stages and not now.fused and now.family not in SERVED and not now.all_heads_normed and now("upipe.dx") != "bf16",
+     (("upipe.dx", ("bf16",)), ("upipe.attention_output", ("host",)), _CHECKPOINTED)),
+    (DEVICE, "one stage's buffers in place of two; exchanges are waited for",
+     lambda now: now.stages and now("upipe.overlap") is True, (("upipe.overlap", (False,)),)),
+    (DEVICE, "one saved input less; each is waited for",
+     lambda now: now("memory.offload") != "none" and now("memory.prefetch") is True, (("memory.prefetch", (False,)),)),
+    (DEVICE, "up to three u less, of a fused layer's working tensors; copies are waited for",
+     lambda now: now.may_fuse and not now.within and now("train.micro_batch_size") == 1,
+     (("memory.offload_within_layer", (True,)), *_WITHIN)),
+    (DEVICE, "optimizer states on the host; a slower optimizer step",
+     lambda now: now("memory.optimizer") != "cpu", (("memory.optimizer", ("cpu",)), ("train.zero_stage", (3, 2, 1)))),
+    (PINNED, "goes on pageable from where pinning fails",
+     lambda now: now.memory in (None, host.SAVED) and now("memory.offload") in ("pinned", "auto")
+     and now("memory.pinned_fallback") is not True and not now.within, (("memory.pinned_fallback", (True,)),)),
+    (PINNED, "ordinary memory through a small pinned ring; a few per cent of a step",
+     lambda now: now.memory in (None, host.SAVED, host.WORKING) and now("memory.offload") in ("pinned", "auto"),
+     (("memory.offload", ("pageable",)), ("memory.pinned_fallback", (False,)), _CHECKPOINTED)),
+    (PINNED + HOST, "that many more saved inputs on the device",
+     lambda now: now.offloads and not now.within, (("memory.keep_layers_on_gpu", ("more",)),)),
+    (PINNED + HOST, "attention outputs of fewer layers on the host; the others run attention forward once more a step",
+     lambda now: now.stages and now("upipe.attention_output") == "host" and now("upipe.attention_output_layers") != 0,
+     (("upipe.attention_output_layers", _host_outputs),)),
+    (PINNED + HOST, "one stored input for two layers; one more forward of the first of them",
+     lambda now: now.parts and now.offloads and now("memory.store_every") == 1, (("memory.store_every", (2,)), ("memory.pairs", _pairs))),
+    (PINNED + HOST, "nothing of attention on the host; its forward runs once more a step",
+     lambda now: now.stages and now("upipe.attention_output") == "host",
+     (("upipe.attention_output", ("device",)), ("upipe.attention_output_layers", (None,)))),
+    (PINNED + HOST, "a layer's working tensors on the device", lambda now: now.within, (("memory.offload_within_layer", (False,)),)),
+    (HOST, "its states on the GPU", lambda now: now("memory.optimizer") != "device", (("memory.optimizer", ("device",)),)),
+    (HOST, "saved inputs on the device",
+     lambda now: now("memory.offload") != "none" and not now.fused and now("memory.store_every") == 1,
+     (("memory.offload", ("none",)), ("memory.keep_layers_on_gpu", ("auto",)), ("memory.pinned_fallback", (False,)))),
+    (DEVICE + PINNED + HOST, "fewer tokens a rank; needs more GPUs",
+     lambda now: methods.name_in(now.settings) != "none", (("upipe.sp_size", ("larger",)),)),
+    (DEVICE + PINNED + HOST, "all but the states is in proportion", lambda now: True, (("data.tokens", ("fewer",)),)),
+)  # fmt: skip
+
+
+def advice(outcome: str, settings: dict[str, Any], numbers: dict[str, int], memory: str | None = None) -> tuple[str, ...]:
     """Settings that would help against an outcome, those that cost the least first, as "section.key: value (now ...) - what it
-    does"; what is set so already is left out.
+    does"; what is set so already is left out. Where a setting needs others, they are on its line: "... with section.key: value, ...".
+    Each line may be taken by itself.
 
     Args:
         settings: sections with keys, as a run's YAML file has them; what is missing counts as its default.
         numbers: of the outcome, bytes (see `Explanation`).
+        memory: which pinned memory could not be had, one of `host.WORKS`; None: not known.
     """
-
-    def now(key: str, default: Any = None) -> Any:
-        section, name = key.split(".")
-        return settings.get(section, {}).get(name, default)
-
+    now = _Now(settings, memory)
     lines = []
     loose, limit = numbers.get("reserved but unallocated", 0), numbers.get("limit", 0)
     if outcome == "oom_device" and limit and loose > FRAGMENTED * limit:
         lines.append(f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment - lost to fragments: {_size(loose)}")
     if outcome == "oom_pinned" and any("ulimit" in name for name in numbers):
         lines.append("ulimit -l unlimited, in the shell or the scheduler - costs nothing")
-    for outcomes, key, value, what, is_open in _ADVICE:
+    for outcomes, what, is_open, wanted in _ADVICE:
         if outcome in outcomes and is_open(now):
-            given = "" if now(key) is None else f" (now {now(key)})"
-            lines.append(f"{key}: {value.format(ulysses=_ulysses(now))}{given} - {what}")
+            values = [(key, allowed(now) if callable(allowed) else allowed) for key, allowed in wanted]
+            others = [(key, allowed) for key, allowed in values[1:] if now(key) not in allowed]
+            first, *rest = (_setting(now, key, allowed[0]) for key, allowed in values[:1] + others)
+            lines.append(f"{first}{' with ' if rest else ''}{', '.join(rest)} - {what}")
     return tuple(lines)
+
+
+def _setting(now: _Now, key: str, value: Any) -> str:
+    given = now.given(key)
+    return f"{key}: {_yaml(value)}" + ("" if given is None else f" (now {_yaml(given)})")
+
+
+def _yaml(value: Any) -> str:
+    return {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)

@@ -15,6 +15,7 @@ from torch import nn
 
 from upipe import kernels, models, preflight
 from upipe.apply import Handle, Sharding, UPipeConfig, apply, check_unpatched, patch, refuse_inputs
+from upipe.block import Moved
 from upipe.comm import SequenceParallelGroups, init_distributed, node_ranks
 from upipe.kernels import Case, Kernel
 from upipe.live import SimulatedAttention
@@ -216,6 +217,10 @@ class MethodHandle(Handle):
         told = {"bytes_to_host": streams.bytes_to_host, "bytes_to_device": streams.bytes_to_device, "held": streams.most}
         streams.start()
         return told
+
+    def end_step(self) -> Moved:
+        moved = self.moved()
+        return Moved(moved["bytes_to_host"], moved["bytes_to_device"])
 
     def report(self) -> str:
         """What was patched, what runs, the kernels, and what else of the memory stack is on the model."""

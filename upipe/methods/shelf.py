@@ -71,7 +71,7 @@ class Shelf:
         """A copy of the tensor, begun now; it must not be written to afterwards. over: take the place of that one."""
         kept = over
         if kept is None:
-            kept = Kept(host.pool().take(tensor.shape, tensor.dtype, pinned=self.device.type == "cuda"))
+            kept = Kept(host.pool().take(tensor.shape, tensor.dtype, self.device.type == "cuda", host.CHUNKS))
             self._kept.append(kept)
             self.streams.held += tensor.nbytes
             self.streams.most = max(self.streams.most, self.streams.held)
