@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from matplotlib.text import Annotation
 from PIL import Image
 
-from experiments import figures
+from experiments import figures, points
 from experiments.figures import __main__ as command
 from experiments.figures import breakdown, claims, multinode, notebooks, planner, results, throughput, values
 from upipe import parts, profiling, records
@@ -287,15 +288,59 @@ def test_a_breakdown_adds_up_to_the_profiled_window(sources):
         assert sum(split.values()) == pytest.approx(profile["window_ms"], rel=1e-6)
 
 
-def test_no_two_points_of_a_group_have_one_label():
-    """Or a figure would stack them in one bar: inputs not offloaded, attention in blocks."""
-    points = {}
-    for record in records.load(Path(command.__file__).parents[1] / "results" / "stack.jsonl"):
-        group = tuple(record[name] for name in ("model", "layers", "gpus", "sp", "tokens", "method", "kernel"))
-        points.setdefault((*group, values.setting_of(record)), set()).add(record["point"])
-    assert len(points) > 20 and not [(key, names) for key, names in points.items() if len(names) > 1]
-    told = {key[-1] for key in points}
+def planned(name, sources, **changes):
+    """Records of every point of an experiment's file, as if each had run on GPUs: peaks, no times."""
+    path, variant = points.find(name)
+    experiment = points.read(path, variant)
+    kind = points.kind_of(experiment.kind)
+    made_with = {key: changed(sources, "stack")[key] for key in ("date", "commit", "dirty", "versions", "command", "host_gib")}
+    made_with |= {"experiment": name, "run_id": "planned", "gpu": "NVIDIA H200", "warmup_steps": None}
+    found = []
+    for number, spec in enumerate(points.expand(experiment, path.parent), 1):
+        record = kind.record(spec.point).to_dict() | made_with | {"point": spec.key, "gpus": spec.point.processes}
+        peak = {"peak_gib": 10.0 + number, "states_gib": 10.0, "peak_above_states_gib": float(number)}
+        found.append(record | peak | changes)
+    return found
+
+
+def test_no_two_points_of_a_group_have_one_label(sources):
+    """Or a figure would stack them in one bar: inputs not offloaded, attention in blocks, ZeRO stages, tiles. Of every experiment's file
+    and of the stack's records."""
+    every = [r for r in records.load(Path(command.__file__).parents[1] / "results" / "stack.jsonl")]
+    for name in points.names():
+        every += planned(name, sources)
+    found = {}
+    for record in every:
+        row = values.from_record(record, "peak")
+        group = (record["experiment"], row.model, row.layers, row.gpus, row.tokens, row.series)
+        found.setdefault(group, set()).add(record["point"])
+    assert len(found) > 300 and not [(group, names) for group, names in found.items() if len(names) > 1]
+    told = {values.setting_of(record) for record in every}
     assert {"output on host, inputs on device", "output on host", "output on device, U=4, attention in blocks"} <= told
+    assert {"ZeRO-0, no checkpointing, untiled", "whole MLP and norms", "1u2r, output on device"} <= told
+
+
+@pytest.mark.parametrize("name, lengths", [("figure1", 1), ("figure1-2gpu", 4)])
+def test_every_point_of_figure_1_has_a_bar_of_its_own(folder, sources, name, lengths):
+    """Also one out of memory, which is the word OOM and no zero."""
+    oom = dict.fromkeys(("peak_gib", "states_gib", "peak_above_states_gib")) | {"outcome": "oom_device", "reason": "no memory"}
+    made = planned(name, sources)
+    count = len(made) // lengths
+    for number in (0, 1):
+        made[number * lengths] |= oom
+    after = added(folder, made)
+    rows = [row for row in figures.FAMILIES["memory-ladder"].rows(after) if ", planned, " in row.source]
+    assert {row.source for row in rows} == {f"{name}.jsonl, planned, {record['point']}" for record in made} and count == 10
+    drawn = figures.FAMILIES["memory-ladder"].draw(rows)
+    (axis,) = [axis for axis in drawn.axes if len(axis.get_yticklabels()) == count]
+    texts = [text.get_text() for text in axis.texts]
+    wanted = {values.number(record["peak_gib"]) for record in made if record["peak_gib"]}
+    assert wanted <= set(texts) and texts.count("OOM") == 2 and not any(text.startswith("0") for text in texts)
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert len(set(labels)) == count and not any("one GPU" in label for label in labels)
+    places = [text.xy for text in axis.texts if isinstance(text, Annotation) and text.xycoords == "data"]
+    assert len(set(places)) == len(places) == len(made) and sorted({place for _, place in places}) == list(range(count))
+    figures.style.close(drawn)
 
 
 def test_an_unknown_figure_is_refused_by_name(capsys):
