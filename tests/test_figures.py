@@ -1,11 +1,13 @@
 """Figures, results and claims are what records and published numbers say, each value under its own mark."""
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.text import Annotation
 from PIL import Image
 
@@ -73,11 +75,47 @@ def test_no_text_is_cut_off_at_the_edge(sources, name):
     assert len(edges) > 5 and not out
 
 
-def test_every_measured_series_beside_the_planner_has_a_marker_of_its_own(sources):
+def test_every_group_of_the_planner_s_figure_has_a_look_of_its_own(sources):
+    """Marker, colour and fill, the same in all panels; measured and reported stand in panels of their own."""
     drawn = figures.FAMILIES["planner"].draw(planner.rows(sources))
-    markers = {line.get_label(): line.get_marker() for axis in drawn.axes for line in axis.lines if "against measured" in line.get_label()}
+    looks, marks = {}, []
+    for axis in drawn.axes:
+        lines = [line for line in axis.lines if not line.get_label().startswith("_")]
+        for line in lines:
+            looks.setdefault(line.get_label(), set()).add((line.get_marker(), line.get_color(), line.get_markerfacecolor()))
+        marks.append({line.get_label().rsplit(", ", 1)[1] for line in lines})
     figures.style.close(drawn)
-    assert len(set(markers.values())) == len(markers) > 10
+    assert all(len(mark) == 1 for mark in marks) and {"measured", "reported"} == set.union(*marks)
+    assert len(set.union(*looks.values())) == sum(map(len, looks.values())) == len(looks) > 10
+
+
+def test_every_error_of_the_planner_is_a_point_inside_its_panel_and_none_hides_another(sources):
+    found = planner.errors(planner.rows(sources))
+    drawn = figures.FAMILIES["planner"].draw(planner.rows(sources))
+    shown = []
+    for axis in drawn.axes:
+        (low, high), (left, right) = axis.get_ylim(), axis.get_xlim()
+        here = [(x, y) for line in axis.lines if not line.get_label().startswith("_") for x, y in zip(*line.get_data())]
+        assert all(left < x < right and low < y < high for x, y in here) and len({x for x, _ in here}) == len(here)
+        shown += [round(y, 6) for _, y in here]
+    figures.style.close(drawn)
+    assert sorted(shown) == sorted(round(error, 6) for _, error in found)
+
+
+def test_an_error_of_throughput_is_one_of_time_and_a_run_is_one_point(folder, sources):
+    """Half the throughput is twice the time; a whole model's two metrics of one timing are not two points."""
+    row = values.from_reported(r for r in sources.published if (r["figure"], r["metric"]) == ("table3", "throughput") and r["value"])[0]
+    said = dataclasses.replace(row, mark="predicted", value=row.value / 2)
+    assert [error for _, error in planner.errors([row, said])] == [pytest.approx(100.0)]
+    (record,) = new_records(sources)["planner"][:1]
+    told = record["predicted"] | {"tokens_per_s_per_gpu": record["tokens_per_s_per_gpu"] / 1.1}
+    rows = planner.rows(added(folder, [record | {"predicted": told}]))
+    mine = [(row.metric, round(error, 3)) for row, error in planner.errors(rows) if ", new, " in row.source]
+    assert mine == [("step_time", 10.0), ("peak", 0.0)]
+    del told["time_s"]
+    rows = planner.rows(added(folder, [record | {"predicted": told, "point": "again"}]))
+    mine = [(row.metric, round(error, 3)) for row, error in planner.errors(rows) if ", new, again" in row.source]
+    assert mine == [("throughput", 10.0), ("peak", 0.0)]
 
 
 def test_the_curve_over_two_nodes_is_of_two_nodes_and_one_model(sources):
@@ -167,6 +205,39 @@ def test_a_deleted_picture_comes_back_the_same(tmp_path):
     (tmp_path / "multinode.png").unlink()
     assert command.main(["multinode", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "multinode.png").read_bytes() == first
+
+
+@pytest.mark.parametrize("name", ["table3", "planner"])
+def test_a_picture_has_the_colour_of_every_method_in_it(sources, name):
+    """Also of thin lines, whose pixels are few; the exact colour, not one like it."""
+    drawn = figures.FAMILIES[name].draw(figures.FAMILIES[name].rows(sources))
+    wanted = {to_hex(line.get_color()) for axis in drawn.axes for line in axis.lines if not line.get_label().startswith("_")}
+    picture = figures.style.picture(drawn)
+    figures.style.close(drawn)
+    colours = {f"#{bytes(colour).hex()}" for _, colour in Image.open(io.BytesIO(picture)).convert("RGB").getcolors(256)}
+    assert len(wanted) >= 6 and wanted <= colours and len(picture) < 300_000
+
+
+def test_a_palette_keeps_the_colour_of_a_method_among_many_shades():
+    """A single pixel of it, in a picture of more colours than a palette has."""
+    image = Image.new("RGB", (64, 64))
+    image.putdata([(n % 64 * 4, n // 64 * 4, 90) for n in range(64 * 64)])
+    green = tuple(bytes.fromhex(figures.style.METHODS["ring"][1][1:]))
+    image.putpixel((5, 7), green)
+    smaller = figures.style._with_palette(image).convert("RGB")
+    assert smaller.getpixel((5, 7)) == green and len(smaller.getcolors()) == 256
+
+
+def test_a_logarithmic_axis_of_values_has_labels_at_1_2_5(sources):
+    drawn = figures.FAMILIES["table3"].draw(figures.FAMILIES["table3"].rows(sources))
+    with figures.style.look():
+        drawn.canvas.draw()
+    axis = drawn.axes[0]
+    low, high = axis.get_ylim()
+    labels = [text.get_text() for text, place in zip(axis.get_yticklabels(), axis.get_yticks()) if low <= place <= high]
+    minor = [place for place in axis.get_yticks(minor=True) if low <= place <= high]
+    figures.style.close(drawn)
+    assert {"50", "100", "200", "500", "1000"} <= set(labels) and {label[0] for label in labels} == set("125") and len(minor) > len(labels)
 
 
 def test_an_edited_record_changes_table_results_and_claims(folder, sources):
