@@ -89,6 +89,36 @@ def test_every_group_of_the_planner_s_figure_has_a_look_of_its_own(sources):
     assert len(set.union(*looks.values())) == sum(map(len, looks.values())) == len(looks) > 10
 
 
+def test_panels_of_the_u_ablation_share_the_scale_of_time_and_say_what_a_peak_is_above(sources):
+    rows = figures.FAMILIES["u-ablation"].rows(sources)
+    drawn = figures.FAMILIES["u-ablation"].draw(rows)
+    with figures.style.look():
+        drawn.canvas.draw()
+    top, bottom = drawn.axes[: len(drawn.axes) // 2], drawn.axes[len(drawn.axes) // 2 :]
+    (low, high), *others = [axis.get_ylim() for axis in top]
+    ratios = [row.value for row in values.pick(rows, metric="step_time over widest")]
+    assert len(top) > 2 and set(others) == {(low, high)} and low < min(ratios) and max(ratios) < high
+    for axis, under in zip(top, bottom):
+        block = "attention block" in axis.get_title(loc="left")
+        assert ("above the block's inputs" if block else "above the model's states") in under.get_ylabel()
+    figures.style.close(drawn)
+
+
+@pytest.mark.parametrize("name, metric", [("memory-ladder", "peak"), ("glm", "peak"), ("glm", "memory of the part named")])
+def test_bars_of_the_three_marks_never_look_alike(sources, name, metric):
+    """The same rows under each mark: every bar has its mark's hatch and edge, and no other's."""
+    rows = values.pick(figures.FAMILIES[name].rows(sources), metric=lambda m: m.startswith(metric))
+    for mark in values.MARKS:
+        drawn = figures.FAMILIES[name].draw([dataclasses.replace(row, mark=mark) for row in rows])
+        bars = [bar for axis in drawn.axes for container in axis.containers for bar in container]
+        looks = {(bar.get_hatch() or "", bar.get_linestyle()) for bar in bars}
+        wide = [bar for bar in bars if bar.get_width()]
+        figures.style.close(drawn)
+        assert looks == {(figures.style.HATCH[mark], "--" if mark == "predicted" else "-")} and len(wide) > 5, mark
+        # A hatch has the colour of the edge.
+        assert mark == "measured" or not any(bar.get_edgecolor() == bar.get_facecolor() for bar in wide)
+
+
 def test_every_error_of_the_planner_is_a_point_inside_its_panel_and_none_hides_another(sources):
     found = planner.errors(planner.rows(sources))
     drawn = figures.FAMILIES["planner"].draw(planner.rows(sources))
@@ -136,6 +166,23 @@ def test_a_breakdown_keeps_profiles_and_compares_within_a_run(folder, sources):
     assert {("profiled step", f"stack.jsonl, {old['run_id']}"), ("timed step", "stack.jsonl, later")} <= runs
     at_1m = [row for row in found if row.tokens == 2**20]
     assert {values.run_of(row) for row in at_1m} == {values.run_of(row) for row in at_1m if row.method == "ulysses"}
+
+
+def test_a_profiled_step_stands_beside_the_same_step_without_the_profiler(sources):
+    """Ring's at 128K is slowed by more than half; steps without a profile are in the table alone."""
+    rows = breakdown.rows(sources)
+    (ring,) = [r for r in sources.every if r["method"] == "ring" and r["tokens"] == 2**17 and breakdown._profile(r)]
+    mine = [row for row in rows if row.source == values.from_record(ring, "step_time").source]
+    split = [row.value for row in mine if row.metric != "step_time"]
+    assert [row.value for row in mine if row.metric == "step_time"] == [ring["time_s"]] and {row.unit for row in rows} == {"s"}
+    assert sum(split) == pytest.approx(breakdown._profile(ring)["window_ms"] / 1e3) and sum(split) > 1.5 * ring["time_s"]
+    drawn = breakdown.draw(rows)
+    lines = [line for axis in drawn.axes for line in axis.lines if line.get_label() == breakdown.UNPROFILED]
+    times = [line.get_xdata()[0] for line in lines]
+    titles = [axis.get_title(loc="left") for axis in drawn.axes]
+    figures.style.close(drawn)
+    assert sorted(times) == sorted(row.value for row in rows if row.metric == "step_time") and len(times) > 10
+    assert breakdown.TIMED in {row.note for row in rows} and not any(breakdown.TIMED in title for title in titles)
 
 
 def test_a_record_without_a_time_is_drawn_by_its_memory(sources, folder):
@@ -464,14 +511,15 @@ def test_a_record_with_named_parts_is_drawn_by_them_beside_the_older_ones(folder
     for record in new:
         record["trace"] |= trace
     before, after = breakdown.rows(sources), breakdown.rows(added(folder, new))
-    by_part = [row for row in after if row.note == "step by part"]
+    mine = [row for row in after if row.note == "step by part"]
     assert [row for row in after if row.note != "step by part"] == before
+    by_part = [row for row in mine if row.metric != "step_time"]
     assert len(by_part) == len(old) * len(times) and {row.tokens for row in by_part} == {2**19}
-    assert sum(row.value for row in by_part) == pytest.approx(len(old) * trace["window_ms"])
+    assert sum(row.value for row in by_part) == pytest.approx(len(old) * trace["window_ms"] / 1e3)
     assert all(row.metric in breakdown.LOOKS for row in by_part)
     looks = [breakdown.LOOKS[row] for row in dict.fromkeys(row.metric for row in by_part)]
     assert len({look[1:] for look in looks}) == len({look[0] for look in looks}) == len(times)
-    drawn = breakdown.draw(by_part)
+    drawn = breakdown.draw(mine)
     with figures.style.look():
         drawn.canvas.draw()
     titles = [axis._left_title for axis in drawn.axes]
