@@ -1,14 +1,17 @@
 """Figures, results and claims are what records and published numbers say, each value under its own mark."""
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_hex
+from matplotlib.text import Annotation
 from PIL import Image
 
-from experiments import figures
+from experiments import figures, points
 from experiments.figures import __main__ as command
 from experiments.figures import breakdown, claims, multinode, notebooks, planner, results, throughput, values
 from upipe import parts, profiling, records
@@ -72,11 +75,77 @@ def test_no_text_is_cut_off_at_the_edge(sources, name):
     assert len(edges) > 5 and not out
 
 
-def test_every_measured_series_beside_the_planner_has_a_marker_of_its_own(sources):
+def test_every_group_of_the_planner_s_figure_has_a_look_of_its_own(sources):
+    """Marker, colour and fill, the same in all panels; measured and reported stand in panels of their own."""
     drawn = figures.FAMILIES["planner"].draw(planner.rows(sources))
-    markers = {line.get_label(): line.get_marker() for axis in drawn.axes for line in axis.lines if "against measured" in line.get_label()}
+    looks, marks = {}, []
+    for axis in drawn.axes:
+        lines = [line for line in axis.lines if not line.get_label().startswith("_")]
+        for line in lines:
+            looks.setdefault(line.get_label(), set()).add((line.get_marker(), line.get_color(), line.get_markerfacecolor()))
+        marks.append({line.get_label().rsplit(", ", 1)[1] for line in lines})
     figures.style.close(drawn)
-    assert len(set(markers.values())) == len(markers) > 10
+    assert all(len(mark) == 1 for mark in marks) and {"measured", "reported"} == set.union(*marks)
+    assert len(set.union(*looks.values())) == sum(map(len, looks.values())) == len(looks) > 10
+
+
+def test_panels_of_the_u_ablation_share_the_scale_of_time_and_say_what_a_peak_is_above(sources):
+    rows = figures.FAMILIES["u-ablation"].rows(sources)
+    drawn = figures.FAMILIES["u-ablation"].draw(rows)
+    with figures.style.look():
+        drawn.canvas.draw()
+    top, bottom = drawn.axes[: len(drawn.axes) // 2], drawn.axes[len(drawn.axes) // 2 :]
+    (low, high), *others = [axis.get_ylim() for axis in top]
+    ratios = [row.value for row in values.pick(rows, metric="step_time over widest")]
+    assert len(top) > 2 and set(others) == {(low, high)} and low < min(ratios) and max(ratios) < high
+    for axis, under in zip(top, bottom):
+        block = "attention block" in axis.get_title(loc="left")
+        assert ("above the block's inputs" if block else "above the model's states") in under.get_ylabel()
+    figures.style.close(drawn)
+
+
+@pytest.mark.parametrize("name, metric", [("memory-ladder", "peak"), ("glm", "peak"), ("glm", "memory of the part named")])
+def test_bars_of_the_three_marks_never_look_alike(sources, name, metric):
+    """The same rows under each mark: every bar has its mark's hatch and edge, and no other's."""
+    rows = values.pick(figures.FAMILIES[name].rows(sources), metric=lambda m: m.startswith(metric))
+    for mark in values.MARKS:
+        drawn = figures.FAMILIES[name].draw([dataclasses.replace(row, mark=mark) for row in rows])
+        bars = [bar for axis in drawn.axes for container in axis.containers for bar in container]
+        looks = {(bar.get_hatch() or "", bar.get_linestyle()) for bar in bars}
+        wide = [bar for bar in bars if bar.get_width()]
+        figures.style.close(drawn)
+        assert looks == {(figures.style.HATCH[mark], "--" if mark == "predicted" else "-")} and len(wide) > 5, mark
+        # A hatch has the colour of the edge.
+        assert mark == "measured" or not any(bar.get_edgecolor() == bar.get_facecolor() for bar in wide)
+
+
+def test_every_error_of_the_planner_is_a_point_inside_its_panel_and_none_hides_another(sources):
+    found = planner.errors(planner.rows(sources))
+    drawn = figures.FAMILIES["planner"].draw(planner.rows(sources))
+    shown = []
+    for axis in drawn.axes:
+        (low, high), (left, right) = axis.get_ylim(), axis.get_xlim()
+        here = [(x, y) for line in axis.lines if not line.get_label().startswith("_") for x, y in zip(*line.get_data())]
+        assert all(left < x < right and low < y < high for x, y in here) and len({x for x, _ in here}) == len(here)
+        shown += [round(y, 6) for _, y in here]
+    figures.style.close(drawn)
+    assert sorted(shown) == sorted(round(error, 6) for _, error in found)
+
+
+def test_an_error_of_throughput_is_one_of_time_and_a_run_is_one_point(folder, sources):
+    """Half the throughput is twice the time; a whole model's two metrics of one timing are not two points."""
+    row = values.from_reported(r for r in sources.published if (r["figure"], r["metric"]) == ("table3", "throughput") and r["value"])[0]
+    said = dataclasses.replace(row, mark="predicted", value=row.value / 2)
+    assert [error for _, error in planner.errors([row, said])] == [pytest.approx(100.0)]
+    (record,) = new_records(sources)["planner"][:1]
+    told = record["predicted"] | {"tokens_per_s_per_gpu": record["tokens_per_s_per_gpu"] / 1.1}
+    rows = planner.rows(added(folder, [record | {"predicted": told}]))
+    mine = [(row.metric, round(error, 3)) for row, error in planner.errors(rows) if ", new, " in row.source]
+    assert mine == [("step_time", 10.0), ("peak", 0.0)]
+    del told["time_s"]
+    rows = planner.rows(added(folder, [record | {"predicted": told, "point": "again"}]))
+    mine = [(row.metric, round(error, 3)) for row, error in planner.errors(rows) if ", new, again" in row.source]
+    assert mine == [("throughput", 10.0), ("peak", 0.0)]
 
 
 def test_the_curve_over_two_nodes_is_of_two_nodes_and_one_model(sources):
@@ -97,6 +166,23 @@ def test_a_breakdown_keeps_profiles_and_compares_within_a_run(folder, sources):
     assert {("profiled step", f"stack.jsonl, {old['run_id']}"), ("timed step", "stack.jsonl, later")} <= runs
     at_1m = [row for row in found if row.tokens == 2**20]
     assert {values.run_of(row) for row in at_1m} == {values.run_of(row) for row in at_1m if row.method == "ulysses"}
+
+
+def test_a_profiled_step_stands_beside_the_same_step_without_the_profiler(sources):
+    """Ring's at 128K is slowed by more than half; steps without a profile are in the table alone."""
+    rows = breakdown.rows(sources)
+    (ring,) = [r for r in sources.every if r["method"] == "ring" and r["tokens"] == 2**17 and breakdown._profile(r)]
+    mine = [row for row in rows if row.source == values.from_record(ring, "step_time").source]
+    split = [row.value for row in mine if row.metric != "step_time"]
+    assert [row.value for row in mine if row.metric == "step_time"] == [ring["time_s"]] and {row.unit for row in rows} == {"s"}
+    assert sum(split) == pytest.approx(breakdown._profile(ring)["window_ms"] / 1e3) and sum(split) > 1.5 * ring["time_s"]
+    drawn = breakdown.draw(rows)
+    lines = [line for axis in drawn.axes for line in axis.lines if line.get_label() == breakdown.UNPROFILED]
+    times = [line.get_xdata()[0] for line in lines]
+    titles = [axis.get_title(loc="left") for axis in drawn.axes]
+    figures.style.close(drawn)
+    assert sorted(times) == sorted(row.value for row in rows if row.metric == "step_time") and len(times) > 10
+    assert breakdown.TIMED in {row.note for row in rows} and not any(breakdown.TIMED in title for title in titles)
 
 
 def test_a_record_without_a_time_is_drawn_by_its_memory(sources, folder):
@@ -166,6 +252,39 @@ def test_a_deleted_picture_comes_back_the_same(tmp_path):
     (tmp_path / "multinode.png").unlink()
     assert command.main(["multinode", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "multinode.png").read_bytes() == first
+
+
+@pytest.mark.parametrize("name", ["table3", "planner"])
+def test_a_picture_has_the_colour_of_every_method_in_it(sources, name):
+    """Also of thin lines, whose pixels are few; the exact colour, not one like it."""
+    drawn = figures.FAMILIES[name].draw(figures.FAMILIES[name].rows(sources))
+    wanted = {to_hex(line.get_color()) for axis in drawn.axes for line in axis.lines if not line.get_label().startswith("_")}
+    picture = figures.style.picture(drawn)
+    figures.style.close(drawn)
+    colours = {f"#{bytes(colour).hex()}" for _, colour in Image.open(io.BytesIO(picture)).convert("RGB").getcolors(256)}
+    assert len(wanted) >= 6 and wanted <= colours and len(picture) < 300_000
+
+
+def test_a_palette_keeps_the_colour_of_a_method_among_many_shades():
+    """A single pixel of it, in a picture of more colours than a palette has."""
+    image = Image.new("RGB", (64, 64))
+    image.putdata([(n % 64 * 4, n // 64 * 4, 90) for n in range(64 * 64)])
+    green = tuple(bytes.fromhex(figures.style.METHODS["ring"][1][1:]))
+    image.putpixel((5, 7), green)
+    smaller = figures.style._with_palette(image).convert("RGB")
+    assert smaller.getpixel((5, 7)) == green and len(smaller.getcolors()) == 256
+
+
+def test_a_logarithmic_axis_of_values_has_labels_at_1_2_5(sources):
+    drawn = figures.FAMILIES["table3"].draw(figures.FAMILIES["table3"].rows(sources))
+    with figures.style.look():
+        drawn.canvas.draw()
+    axis = drawn.axes[0]
+    low, high = axis.get_ylim()
+    labels = [text.get_text() for text, place in zip(axis.get_yticklabels(), axis.get_yticks()) if low <= place <= high]
+    minor = [place for place in axis.get_yticks(minor=True) if low <= place <= high]
+    figures.style.close(drawn)
+    assert {"50", "100", "200", "500", "1000"} <= set(labels) and {label[0] for label in labels} == set("125") and len(minor) > len(labels)
 
 
 def test_an_edited_record_changes_table_results_and_claims(folder, sources):
@@ -287,15 +406,59 @@ def test_a_breakdown_adds_up_to_the_profiled_window(sources):
         assert sum(split.values()) == pytest.approx(profile["window_ms"], rel=1e-6)
 
 
-def test_no_two_points_of_a_group_have_one_label():
-    """Or a figure would stack them in one bar: inputs not offloaded, attention in blocks."""
-    points = {}
-    for record in records.load(Path(command.__file__).parents[1] / "results" / "stack.jsonl"):
-        group = tuple(record[name] for name in ("model", "layers", "gpus", "sp", "tokens", "method", "kernel"))
-        points.setdefault((*group, values.setting_of(record)), set()).add(record["point"])
-    assert len(points) > 20 and not [(key, names) for key, names in points.items() if len(names) > 1]
-    told = {key[-1] for key in points}
+def planned(name, sources, **changes):
+    """Records of every point of an experiment's file, as if each had run on GPUs: peaks, no times."""
+    path, variant = points.find(name)
+    experiment = points.read(path, variant)
+    kind = points.kind_of(experiment.kind)
+    made_with = {key: changed(sources, "stack")[key] for key in ("date", "commit", "dirty", "versions", "command", "host_gib")}
+    made_with |= {"experiment": name, "run_id": "planned", "gpu": "NVIDIA H200", "warmup_steps": None}
+    found = []
+    for number, spec in enumerate(points.expand(experiment, path.parent), 1):
+        record = kind.record(spec.point).to_dict() | made_with | {"point": spec.key, "gpus": spec.point.processes}
+        peak = {"peak_gib": 10.0 + number, "states_gib": 10.0, "peak_above_states_gib": float(number)}
+        found.append(record | peak | changes)
+    return found
+
+
+def test_no_two_points_of_a_group_have_one_label(sources):
+    """Or a figure would stack them in one bar: inputs not offloaded, attention in blocks, ZeRO stages, tiles. Of every experiment's file
+    and of the stack's records."""
+    every = [r for r in records.load(Path(command.__file__).parents[1] / "results" / "stack.jsonl")]
+    for name in points.names():
+        every += planned(name, sources)
+    found = {}
+    for record in every:
+        row = values.from_record(record, "peak")
+        group = (record["experiment"], row.model, row.layers, row.gpus, row.tokens, row.series)
+        found.setdefault(group, set()).add(record["point"])
+    assert len(found) > 300 and not [(group, names) for group, names in found.items() if len(names) > 1]
+    told = {values.setting_of(record) for record in every}
     assert {"output on host, inputs on device", "output on host", "output on device, U=4, attention in blocks"} <= told
+    assert {"ZeRO-0, no checkpointing, untiled", "whole MLP and norms", "1u2r, output on device"} <= told
+
+
+@pytest.mark.parametrize("name, lengths", [("figure1", 1), ("figure1-2gpu", 4)])
+def test_every_point_of_figure_1_has_a_bar_of_its_own(folder, sources, name, lengths):
+    """Also one out of memory, which is the word OOM and no zero."""
+    oom = dict.fromkeys(("peak_gib", "states_gib", "peak_above_states_gib")) | {"outcome": "oom_device", "reason": "no memory"}
+    made = planned(name, sources)
+    count = len(made) // lengths
+    for number in (0, 1):
+        made[number * lengths] |= oom
+    after = added(folder, made)
+    rows = [row for row in figures.FAMILIES["memory-ladder"].rows(after) if ", planned, " in row.source]
+    assert {row.source for row in rows} == {f"{name}.jsonl, planned, {record['point']}" for record in made} and count == 10
+    drawn = figures.FAMILIES["memory-ladder"].draw(rows)
+    (axis,) = [axis for axis in drawn.axes if len(axis.get_yticklabels()) == count]
+    texts = [text.get_text() for text in axis.texts]
+    wanted = {values.number(record["peak_gib"]) for record in made if record["peak_gib"]}
+    assert wanted <= set(texts) and texts.count("OOM") == 2 and not any(text.startswith("0") for text in texts)
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert len(set(labels)) == count and not any("one GPU" in label for label in labels)
+    places = [text.xy for text in axis.texts if isinstance(text, Annotation) and text.xycoords == "data"]
+    assert len(set(places)) == len(places) == len(made) and sorted({place for _, place in places}) == list(range(count))
+    figures.style.close(drawn)
 
 
 def test_an_unknown_figure_is_refused_by_name(capsys):
@@ -348,14 +511,15 @@ def test_a_record_with_named_parts_is_drawn_by_them_beside_the_older_ones(folder
     for record in new:
         record["trace"] |= trace
     before, after = breakdown.rows(sources), breakdown.rows(added(folder, new))
-    by_part = [row for row in after if row.note == "step by part"]
+    mine = [row for row in after if row.note == "step by part"]
     assert [row for row in after if row.note != "step by part"] == before
+    by_part = [row for row in mine if row.metric != "step_time"]
     assert len(by_part) == len(old) * len(times) and {row.tokens for row in by_part} == {2**19}
-    assert sum(row.value for row in by_part) == pytest.approx(len(old) * trace["window_ms"])
+    assert sum(row.value for row in by_part) == pytest.approx(len(old) * trace["window_ms"] / 1e3)
     assert all(row.metric in breakdown.LOOKS for row in by_part)
     looks = [breakdown.LOOKS[row] for row in dict.fromkeys(row.metric for row in by_part)]
     assert len({look[1:] for look in looks}) == len({look[0] for look in looks}) == len(times)
-    drawn = breakdown.draw(by_part)
+    drawn = breakdown.draw(mine)
     with figures.style.look():
         drawn.canvas.draw()
     titles = [axis._left_title for axis in drawn.axes]

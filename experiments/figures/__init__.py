@@ -70,14 +70,16 @@ FAMILIES = {
     "breakdown": Family(
         "Where a step's time goes",
         "From the profiler's events of one step on the GPU that the other waits for; only what computation does not hide counts as "
-        "exchange or host copy. Attention blocks are under checkpointing; of whole models a panel is a run. The paper's own "
-        "breakdown was not published in numbers.",
+        "exchange or host copy. The profiler slows the host, which leaves the GPU idle: a line marks the time of a step without it. "
+        "Attention blocks are under checkpointing; of whole models a panel is a run. Forward and backward of steps without a profile "
+        "are in the table alone. The paper's own breakdown was not published in numbers.",
         breakdown.rows, breakdown.draw,
     ),
     "planner": Family(
         "The planner against measurements and published numbers",
-        "Each point is a prediction over the true value: of whole models the last that was recorded before they were measured, or else the "
-        "first, and their peaks above the states. Attention rates of the planner come from the same machine as the measured blocks.",
+        "Each point is a prediction over the true value, throughputs as time: of whole models the last that was recorded before they were "
+        "measured, or else the first, and their peaks above the states. Attention rates of the planner come from the same machine as the "
+        "measured blocks.",
         planner.rows, planner.draw,
     ),
     "glm": Family(

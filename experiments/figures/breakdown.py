@@ -3,6 +3,7 @@
 The window is divided without rest: computation (by the names of its twelve longest kernels, `upipe.profiling.kind_of`, and
 other: all further kernels), exchanges and host copies that no computation hides, idle. A record whose spans were named says more
 (`upipe.parts`): its bars, in panels of their own, are by part of the step, each with its exchanges or host copies that nothing hides.
+The profiler slows the host: beside each profiled step stands the time of the record's step without it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import dataclasses
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 
 from experiments.figures import style
 from experiments.figures.throughput import compared
-from experiments.figures.values import Row, Sources, from_record, grouped, run_of
+from experiments.figures.values import Row, Sources, from_record, grouped, number, pick, run_of
 from upipe import parts as named
 from upipe import profiling
 from upipe.records import format_tokens
@@ -26,9 +28,6 @@ LOOKS = {
     "exchange": ("exchange, exposed", "white", "////"),
     "host copies": ("host copies, exposed", "white", "xxxx"),
     "idle": ("idle", "white", "...."),
-    "forward": ("forward", "0.75", ""),
-    "backward": ("backward, recomputation in it", "0.4", ""),
-    "optimizer": ("optimizer", "white", "||||"),
 }
 PART = "part: "
 """What metrics of a step's parts begin with."""
@@ -46,6 +45,12 @@ LOOKS |= {
     PART + named.OTHER: ("other", "0.85", "oo"),
     PART + profiling.IDLE: ("idle", "white", "...."),
 }
+
+
+TIMED = "timed step"
+"""The note of a step without a profile."""
+UNPROFILED = "the step without the profiler"
+HALO = withStroke(linewidth=4.5, foreground="white")
 
 
 def parts(profile: dict[str, Any]) -> dict[str, float]:
@@ -70,8 +75,9 @@ def parts(profile: dict[str, Any]) -> dict[str, float]:
 
 
 def rows(sources: Sources) -> list[Row]:
-    """Parts (ms) of the last profiled record of each point, and of the last with named parts; of whole models' steps without a profile
-    forward, backward, optimizer, of the last record of each point and the baselines of its run."""
+    """Parts (s) of the last profiled record of each point, and of the last with named parts, and the time of its step without the
+    profiler; of whole models' steps without a profile forward, backward, optimizer, of the last record of each point and the baselines
+    of its run."""
     found = []
     profiled: dict[tuple, dict] = {}
     for record in sources.every:
@@ -84,10 +90,12 @@ def rows(sources: Sources) -> list[Row]:
         if id(record) not in wanted or not drawn or not record["gpus"] or record["outcome"] != "ok":
             continue
         profile = _profile(record)
-        split = parts(profile) if profile else {name: 1e3 * s for name, s in record["parts_s"].items()}
-        whole = from_record(record, "step_time", setting=_setting(record), unit="ms")
-        note = ("step by part" if profile.get("parts_ms") else "profiled step") if profile else "timed step"
-        found += [dataclasses.replace(whole, metric=name, value=value, note=note) for name, value in split.items()]
+        split = {name: time / 1e3 for name, time in parts(profile).items()} if profile else record["parts_s"]
+        note = ("step by part" if profile.get("parts_ms") else "profiled step") if profile else TIMED
+        whole = from_record(record, "step_time", setting=_setting(record), note=note)
+        if profile and whole.value is not None:
+            found.append(whole)
+        found += [dataclasses.replace(whole, metric=name, value=value) for name, value in split.items()]
     return found
 
 
@@ -101,7 +109,8 @@ def _setting(record: dict[str, Any]) -> str:
 
 
 def draw(found: list[Row]) -> Figure:
-    panels = grouped(found, _panel)
+    """The profiled steps. Those without a profile are in the table: their times are drawn with the throughputs."""
+    panels = grouped(pick(found, note=lambda note: note != TIMED), _panel)
     panels = dict(sorted(panels.items(), key=lambda item: (item[0][4], item[0][0], item[0][1] or 0, item[0][5])))
     counts = [len(grouped(mine, lambda r: r.series)) for mine in panels.values()] or [3]
     figure, axes = style.figure(len(counts), 1, 9, 0.27 * sum(counts) + 1.2 * len(counts), height_ratios=[n + 2.2 for n in counts])
@@ -111,8 +120,9 @@ def draw(found: list[Row]) -> Figure:
     for axis, ((_, layers, gpus, gpu, scope, tokens, note, run), mine) in zip(axes[:, 0], panels.items()):
         bars = grouped(sorted(mine, key=lambda r: r.kernel or ""), lambda r: r.series)
         for place, same in enumerate(bars.values()):
-            left, whole = 0.0, sum(row.value for row in same)
-            for row in same:
+            timed, split = pick(same, metric="step_time"), pick(same, metric=lambda metric: metric != "step_time")
+            left, whole = 0.0, sum(row.value for row in split)
+            for row in split:
                 text, shade, hatch = LOOKS.get(row.metric, (row.metric, "0.95", "\\\\\\\\"))
                 axis.barh(place, row.value, left=left, height=0.7, facecolor=shade, edgecolor="0.2", linewidth=0.7, hatch=hatch, label=text)
                 if row.value > 0.09 * whole:
@@ -121,12 +131,18 @@ def draw(found: list[Row]) -> Figure:
                     look = {"ha": "center", "va": "center", "fontsize": 7.5, "color": "k" if light else "w", "bbox": box}
                     axis.text(left + row.value / 2, place, f"{100 * row.value / whole:.0f} %", **look)
                 left += row.value
-            axis.annotate(f"{left:.0f} ms", (left, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5)
+            said = f"{number(left)} s"
+            if timed:
+                step = timed[0].value
+                axis.plot([step] * 2, [place - 0.48, place + 0.48], label=UNPROFILED, color="k", path_effects=[HALO], linewidth=2)
+                said += f", {number(step)} s without"
+            look = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 7.5}
+            axis.annotate(said, (max(left, *(row.value for row in timed), 0.0), place), **look)
         axis.set_yticks(range(len(bars)), [_label(same[0]) for same in bars.values()])
         axis.invert_yaxis()
-        axis.margins(x=0.1)
+        axis.set_xlim(0, 1.36 * max(sum(row.value for row in same if row.metric != "step_time") for same in bars.values()))
         axis.grid(axis="y", visible=False)
-        axis.set_xlabel("time (ms)")
+        axis.set_xlabel("time (s)")
         deep = f"{layers} layers" if scope == "model" else "attention block"
         note += f", …{run}" if run else ""
         title = f"{style.model(mine[0])}, {deep}, {format_tokens(tokens)} tokens, {gpus} × {gpu}, measured ({note})"

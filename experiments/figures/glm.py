@@ -84,9 +84,8 @@ def _most(found: list[Row]) -> list[tuple[Row, Row]]:
 def _pairs(axis: Axes, pairs: list[tuple[Row, Row]]) -> None:
     """Two bars a fix: with it, and below that without."""
     for place, (on, off) in enumerate(pairs):
-        for row, where, colour, what in ((on, -0.2, "0.75", "with it"), (off, 0.2, style.sign(off.method)[1], "without")):
-            axis.barh(place + where, row.value, 0.38, facecolor=colour, hatch=style.HATCH[row.mark], edgecolor="white",
-                      label=what if place == 0 else None)  # fmt: skip
+        for row, where, colour, what in ((on, -0.2, "0.55", "with it"), (off, 0.2, style.sign(off.method)[1], "without")):
+            axis.barh(place + where, row.value, 0.38, label=what if place == 0 else None, **style.fill(row.mark, colour))
             text = (row.value, place + where)
             axis.annotate(number(row.value), text, xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5)
     names = [off.setting.removesuffix(WITHOUT).replace(" (", "\n(") for _, off in pairs]

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from experiments.figures import style
 from experiments.figures.throughput import PUBLISHED, whole_models
-from experiments.figures.values import Row, Sources, from_record, from_reported, model_of, over_ulysses, pick
+from experiments.figures.values import Row, Sources, from_record, from_reported, model_of, over_ulysses, pick, ranks
 
 
 def two_nodes(sources: Sources) -> list[dict[str, Any]]:
@@ -30,10 +30,11 @@ def rows(sources: Sources) -> list[Row]:
     found += from_reported((r for r in published if r["metric"] == "throughput_ratio"), **ratio)
     ours = []
     for record in two_nodes(sources):
-        shape = f"{record['sp']}u{record['ring']}r"
         for metric in ("peak", "throughput"):
             row = from_record(record, metric)
-            ours.append(dataclasses.replace(row, setting=", ".join(filter(None, (shape, row.setting)))))
+            # UPipe's own setting may have them already.
+            words = dict.fromkeys((ranks(record), *row.setting.split(", ")))
+            ours.append(dataclasses.replace(row, setting=", ".join(filter(None, words))))
     return [*found, *ours, *over_ulysses(ours)]
 
 

@@ -9,18 +9,35 @@ A prediction belongs to a measurement where
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from experiments.figures import style
 from experiments.figures.throughput import whole_models
-from experiments.figures.values import METRICS, Row, Sources, from_record, from_reported, grouped, model_of, our_method, pick, stack_of
+from experiments.figures.values import (
+    MARKS,
+    METRICS,
+    Row,
+    Sources,
+    from_record,
+    from_reported,
+    grouped,
+    model_of,
+    our_method,
+    pick,
+    stack_of,
+)
 
 COMPARED = ("step_time", "throughput", "peak", "peak_above_states", "peak_above_inputs")
-MARKERS = ("s", "^", "D", "v", "P", "X", "h", "o", "<", ">", "d", "p", "*", "x", "+", "1", "2", "3", "4", "8", "|", "_")
+BLOCK = "P"
+"""The marker of attention blocks."""
 AIMS = {"time": 15, "memory": 5}
 """Percent, of docs/plan.md."""
+TICKS = {"time": (5, 15, 30, 60, 120), "memory": (2, 5, 10, 20, 40)}
 
 
 def rows(sources: Sources) -> list[Row]:
@@ -48,6 +65,8 @@ def _measured(sources: Sources) -> list[tuple[Row, Row]]:
             if metric == "peak" and None not in (record["peak_above_states_gib"], plan.get("peak_above_states_gib")):
                 continue        # it has the states of every engine that the process held, which is no error of the plan
             true, said = from_record(record, metric), from_record(plan, metric)
+            if metric == "throughput" and pairs and pairs[-1][0].source == true.source and pairs[-1][0].metric == "step_time":
+                continue        # the same time once more
             if None not in (true.value, said.value):
                 pairs.append((true, dataclasses.replace(said, setting=true.setting, kernel=true.kernel, width=true.width)))
     return pairs
@@ -83,44 +102,87 @@ def _published(sources: Sources) -> list[tuple[Row, Row]]:
 
 
 def errors(found: list[Row]) -> list[tuple[Row, float]]:
-    """The true row of each pair, and by how many percent its prediction is above it."""
-    return [(true, 100 * (said.value / true.value - 1)) for true, said in zip(found[::2], found[1::2])]
+    """The true row of each pair, and by how many percent its prediction is above it; of throughputs, in time a step."""
+    off = []
+    for true, said in zip(found[::2], found[1::2]):
+        ratio = true.value / said.value if true.metric == "throughput" else said.value / true.value
+        off.append((true, 100 * (ratio - 1)))
+    return off
 
 
 def draw(found: list[Row]) -> Figure:
-    # The legend below has two columns.
-    series = {_series(row) for row, _ in errors(found)}
-    figure, axes = style.figure(1, 2, 10, 3.4 + 0.17 * len(series) / 2)
-    shapes: dict[str, int] = {}
+    """A column of measured values, and one a model of reported ones."""
+    off = errors(found)
+    columns = grouped(sorted(off, key=lambda p: MARKS.index(p[0].mark), reverse=True), lambda p: _column(p[0]))
+    figure, axes = style.figure(2, max(1, len(columns)), 4.3 * max(1, len(columns)), 7.4, sharey="row")
     kinds = (("time", ("step_time", "throughput")), ("memory", ("peak", "peak_above_states", "peak_above_inputs")))
-    for axis, (kind, metrics) in zip(axes[0], kinds):
-        mine = [(row, off) for row, off in errors(found) if row.metric in metrics]
-        aim = AIMS[kind]
-        axis.axhspan(-aim, aim, color="0.93", zorder=0)
-        axis.axhline(0, color="0.4", linewidth=0.8)
-        for same in grouped(mine, lambda p: _series(p[0])).values():
-            row = same[0][0]
-            _, colour, sign = style.sign(row.method)
-            points = sorted((r.tokens, off) for r, off in same)
-            if row.mark == "reported":
-                axis.plot(*zip(*points), marker=sign, color=colour, linewidth=1, markerfacecolor="white", label=_series(row))
-            else:
-                marker = MARKERS[shapes.setdefault(_series(row), len(shapes)) % len(MARKERS)]
-                axis.plot(*zip(*points), marker, color=colour, markersize=4.5, alpha=0.75, label=_series(row))
-        if not mine:
-            style.nothing(axis)
-            continue
-        style.lengths(axis, [row for row, _ in mine])
-        axis.set_ylabel({"time": "predicted / true − 1 (%), time", "memory": "predicted / true − 1 (%), peak"}[kind])
-        axis.set_title(f"{kind.capitalize()}; grey: the aim, ±{aim} %", loc="left")
-    style.legend_below(figure, axes.flat, 2)
+    for line, (kind, metrics) in zip(axes, kinds):
+        if not columns:
+            style.nothing(line[0])
+        for axis, mine in zip(line, columns.values()):
+            _panel(axis, kind, [(row, error) for row, error in mine if row.metric in metrics])
+        line[0].set_ylabel({"time": "time of a step", "memory": "peak"}[kind] + ", predicted / true − 1 (%)")
+    aims = f"±{AIMS['time']} % of time, ±{AIMS['memory']} % of a peak"
+    said = f"Grey: the aim, {aims}; linear within it, logarithmic beyond. Points of one length stand beside each other."
+    style.legend_below(figure, axes.flat, 4, title=said, title_fontsize=7.5)
     return figure
 
 
-def _series(row: Row) -> str:
-    name = style.sign(row.method)[0]
-    if row.mark == "reported":
-        return f"{style.model(row)}, {name}, {row.gpus} × {row.gpu}, against reported"
-    what = f"{row.layers} layers" if (row.layers or 1) > 1 else "attention block"
-    kernel = style.KERNELS.get(row.kernel, row.kernel)
-    return f"{style.model(row)}, {what}, {name}, {kernel}, {row.gpus} × {row.gpu}, against measured"
+def _column(row: Row) -> tuple[str, str]:
+    return row.mark, row.model if row.mark == "reported" else ""
+
+
+def _panel(axis: Axes, kind: str, points: list[tuple[Row, float]]) -> None:
+    """Errors over lengths, a marker a group; of reported values a line a machine. Beyond the aim the scale is logarithmic: no point is
+    outside."""
+    if not points:
+        return style.nothing(axis, "none")
+    aim = AIMS[kind]
+    axis.axhspan(-aim, aim, color="0.93", zorder=0)
+    axis.axhline(0, color="0.4", linewidth=0.8)
+    axis.set_yscale("symlog", linthresh=aim, linscale=0.6)
+    ticks = [-tick for tick in TICKS[kind]] + [0, *TICKS[kind]]
+    axis.set_yticks(ticks, [f"{tick:+g}" if tick else "0" for tick in ticks])
+    axis.yaxis.set_minor_locator(NullLocator())
+    points = sorted(points, key=lambda p: (_group(p[0]), p[0].gpus, p[0].tokens, p[1]))
+    places = _beside([row.tokens for row, _ in points])
+    placed = [(row, place, error) for (row, error), place in zip(points, places)]
+    for same in grouped(placed, lambda p: (_group(p[0]), p[0].gpus if p[0].mark == "reported" else None)).values():
+        row = same[0][0]
+        _, colour, marker = style.sign(row.method)
+        if row.mark == "reported":
+            look = {"linewidth": 1, "markersize": 5, "markerfacecolor": "white"}
+        else:
+            look = {"linestyle": "", "markersize": 4.5, "markeredgewidth": 0}
+        marker = BLOCK if _block(row) else marker
+        axis.plot(*zip(*((place, error) for _, place, error in same)), marker=marker, color=colour, label=_group(row), **look)
+    style.lengths(axis, [row for row, _ in points])
+    axis.set_xlim(min(places) / 1.15, max(places) * 1.15)
+    models = " and ".join(sorted({style.model(row) for row, _ in points}))
+    counts = " or ".join(map(str, sorted({row.gpus for row, _ in points})))
+    gpus = " or ".join(sorted({row.gpu for row, _ in points}))
+    axis.set_title(f"{kind.capitalize()}, {points[0][0].mark}: {models},\n{counts} × {gpus}", loc="left")
+
+
+def _beside(lengths: list[int]) -> list[float]:
+    """Where points of these lengths stand: those of one length beside each other, in their order, away from the next length."""
+    there = sorted(set(lengths))
+    reach = 0.4 * min([1.0, *(math.log2(longer / length) for length, longer in zip(there, there[1:]))])
+    before: dict[int, int] = {}
+    places = []
+    for length in lengths:
+        count, number = lengths.count(length), before.get(length, 0)
+        before[length] = number + 1
+        step = min(0.1, 2 * reach / count)
+        places.append(length * 2 ** (step * (number - (count - 1) / 2)))
+    return places
+
+
+def _block(row: Row) -> bool:
+    return row.mark != "reported" and (row.layers or 1) == 1
+
+
+def _group(row: Row) -> str:
+    """A legend's entry: all kernels, models and machines of a method."""
+    what = "" if row.mark == "reported" else ", attention blocks" if _block(row) else ", whole models"
+    return f"{style.sign(row.method)[0]}{what}, {row.mark}"

@@ -11,12 +11,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import matplotlib
+import numpy
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 from PIL import Image
 
 from experiments.figures.values import MARKS, Row, grouped, number, our_method, pick
@@ -37,7 +40,7 @@ METHODS = {
     "native": ("PyTorch native", "#8a8f98", "v"),
     "official-upipe": ("official UPipe", "#5b8fc7", "h"),
     "kernel": ("bare kernel", "#555555", "x"),
-    "none": ("one GPU", "#555555", "X"),
+    "none": ("no sequence parallelism", "#555555", "X"),
 }
 HATCH = {"reported": "////", "measured": "", "predicted": "...."}
 NOTHING = "no measured value yet"
@@ -63,10 +66,25 @@ def picture(made: Figure, ending: str = "png") -> bytes:
         made.savefig(stream, format=ending, dpi=120, metadata=metadata)
     if ending == "pdf":
         return stream.getvalue()
-    # Few shades are in use: a palette is a third of the bytes.
+    # A palette is a third of the bytes.
     smaller = io.BytesIO()
-    Image.open(stream).convert("RGB").quantize(64).save(smaller, format="png", optimize=True)
+    _with_palette(Image.open(stream).convert("RGB")).save(smaller, format="png", optimize=True)
     return smaller.getvalue()
+
+
+def _with_palette(image: Image.Image) -> Image.Image:
+    """An image in its 256 most frequent colours, those of methods always among them: a palette of averages changes the colours of thin
+    lines. Other shades are those between a line and its ground, and become the nearest."""
+    red, green, blue = numpy.moveaxis(numpy.asarray(image).astype(numpy.int32), 2, 0)
+    codes, where, counts = numpy.unique(red << 16 | green << 8 | blue, return_inverse=True, return_counts=True)
+    ours = [int(to_hex(colour)[1:], 16) for _, colour, _ in METHODS.values()]
+    counts[numpy.isin(codes, ours)] = red.size
+    colours = numpy.stack([codes >> 16, codes >> 8 & 255, codes & 255], 1)
+    kept = colours[numpy.argsort(-counts, kind="stable")[:256]]
+    nearest = [((some[:, None] - kept) ** 2).sum(2).argmin(1) for some in numpy.array_split(colours, 1 + len(colours) // 1000)]
+    smaller = Image.fromarray(numpy.concatenate(nearest)[where].reshape(red.shape).astype(numpy.uint8))
+    smaller.putpalette(kept.astype(numpy.uint8).tobytes())
+    return smaller
 
 
 def close(made: Figure) -> None:
@@ -94,13 +112,13 @@ def model(row: Row) -> str:
     return MODELS.get(row.model, row.model)
 
 
-def legend_below(made: Figure, axes: Iterable[Axes], columns: int) -> None:
+def legend_below(made: Figure, axes: Iterable[Axes], columns: int, **settings: Any) -> None:
     """One legend for all panels, each entry once, under them."""
     entries: dict[str, Any] = {}
     for axis in axes:
         for handle, text in zip(*axis.get_legend_handles_labels()):
             entries.setdefault(text, handle)
-    made.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns)
+    made.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, **settings)
 
 
 def lines(axis: Axes, rows: Iterable[Row]) -> None:
@@ -125,17 +143,19 @@ def lines(axis: Axes, rows: Iterable[Row]) -> None:
             place = 0.03 + 0.06 * level
             face = look["markerfacecolor"]
             axis.plot([row.tokens], [place], marker=marker, color=colour, markerfacecolor=face, markersize=4, transform=under)
-            said = "OOM (host)" if row.note == "oom_host" else "OOM"
-            axis.annotate(
-                said, (row.tokens, place), xycoords=under, xytext=(4, 0), textcoords="offset points", va="center", fontsize=6, color=colour
-            )
+            look = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 6, "color": colour}
+            axis.annotate(ended(row), (row.tokens, place), xycoords=under, **look)
 
 
 def lengths(axis: Axes, rows: Iterable[Row]) -> None:
-    """A logarithmic axis of lengths, with the lengths there are."""
+    """A logarithmic axis of lengths, with the lengths there are; labels of a logarithmic y axis are at 1, 2, 5."""
     there = sorted({row.tokens for row in rows if row.tokens})
     axis.set_xscale("log", base=2)
-    axis.minorticks_off()
+    axis.xaxis.set_minor_locator(NullLocator())
+    if axis.get_yscale() == "log":
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
     # Of neighbours closer than this only one is written.
     shown = [t for i, t in enumerate(there) if i == 0 or t / there[i - 1] > 1.3 or t == there[-1]]
     axis.set_xticks(shown, [format_tokens(tokens) for tokens in shown], rotation=45 if len(shown) > 7 else 0)
@@ -156,18 +176,23 @@ def bars(axis: Axes, rows: list[Row], labels: list[str], unit: str) -> None:
     axis.set_xlabel(unit)
 
 
+def fill(mark: str, colour: str) -> dict[str, Any]:
+    """How a bar of a mark is filled, in the colour of what it shows."""
+    face = {"reported": "white", "measured": colour, "predicted": "0.93"}[mark]
+    return {"facecolor": face, "edgecolor": colour, "hatch": HATCH[mark], "linestyle": "--" if mark == "predicted" else "-"}
+
+
+def ended(row: Row) -> str:
+    """OOM, of whose memory where it is not the device's, or how else a run ended; nothing where it is ok."""
+    host = {"oom_host": "OOM (host)", "oom_pinned": "OOM (pinned)"}
+    return {"ok": "", "oom": host.get(row.note, "OOM")}.get(row.outcome, row.outcome)
+
+
 def bar(axis: Axes, place: float, row: Row, more: str = "") -> None:
     """One horizontal bar in the look of its mark, its value, and `more` behind it."""
-    colour = sign(row.method)[1]
-    looks = {
-        "reported": {"facecolor": "white", "edgecolor": colour},
-        "measured": {"facecolor": colour, "edgecolor": colour},
-        "predicted": {"facecolor": "0.93", "edgecolor": colour, "linestyle": "--"},
-    }
-    axis.barh(place, row.value or 0.0, height=0.7, hatch=HATCH[row.mark], **looks[row.mark])
-    said = {"ok": "", "oom": "OOM"}.get(row.outcome, row.outcome)
+    axis.barh(place, row.value or 0.0, height=0.7, **fill(row.mark, sign(row.method)[1]))
     value = "" if row.value is None else number(row.value)
-    text = " ".join(filter(None, (value, said, more)))
+    text = " ".join(filter(None, (value, ended(row), more)))
     axis.annotate(text, (row.value or 0.0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5)
 
 
@@ -183,12 +208,15 @@ def missing(axis: Axes, rows: Iterable[Row], place: tuple[float, float] = (0.98,
         axis.text(*place, NOTHING, transform=axis.transAxes, ha="right", va="top", fontsize=7.5, color="0.35", style="italic")
 
 
+def mark_handles(marks: Iterable[str]) -> list[Patch]:
+    """Entries of a legend that say how each of these marks is filled."""
+    there = set(marks)
+    return [Patch(**fill(mark, "0.35"), label=mark) for mark in MARKS if mark in there]
+
+
 def mark_legend(made: Figure, marks: Iterable[str], **settings: Any) -> None:
     """Bars' marks, under the panels."""
-    there = set(marks)
-    looks = {"reported": "white", "measured": "0.35", "predicted": "0.93"}
-    handles = [Patch(facecolor=looks[m], edgecolor="0.35", hatch=HATCH[m], label=m) for m in MARKS if m in there]
-    made.legend(handles=handles, loc="outside lower center", ncols=3, **settings)
+    made.legend(handles=mark_handles(marks), loc="outside lower center", ncols=3, **settings)
 
 
 def series(rows: Iterable[Row]) -> list[list[Row]]:

@@ -141,11 +141,12 @@ def stack_of(record: dict[str, Any]) -> str | None:
 
 
 def setting_of(record: dict[str, Any]) -> str:
-    """What a reader needs to tell records of one method apart: stack, where attention output and layers' inputs are, overlap, stage
-    width, blocks of attention calls."""
+    """What a reader needs to tell records of one method apart: stack, ranks of a ring, where attention output and layers' inputs are,
+    overlap, stage width, ZeRO stage, what is not in tiles, blocks of attention calls."""
     stack = stack_of(record)
     words, whole = [{"paper": "paper's set-up", "ours": "this stack"}.get(stack, stack)], stack is not None
     if record["method"] == "upipe":
+        words += [ranks(record)] if (record["ring"] or 1) > 1 and not whole else []
         some, layers = record.get("attention_output_host_layers"), record["layers"]
         part = record["attention_output"] == "host" and some is not None and some < layers
         words += [] if whole else [f"output of {some} layers on host" if part else f"output on {record['attention_output']}"]
@@ -156,15 +157,35 @@ def setting_of(record: dict[str, Any]) -> str:
     words += ["fused layers"] if record.get("fused") else []
     words += ["pageable"] if record["offload"] == "pageable" and not whole else []
     if record.get("scope") == "model" and not whole:
-        words += ["inputs on device"] if record["offload"] == "none" else []
+        kept = record.get("checkpointing") == "none"
+        words += [f"ZeRO-{record['zero']}"] if record["zero"] not in (None, 3) else []
+        words += ["inputs on device"] if record["offload"] == "none" and not kept else []
         peer = record.get("offload_by") in ("transformers", "deepspeed") and record["method"] != "alst"
         words += [f"inputs by {record['offload_by']}"] if peer else []
-        words += ["no checkpointing"] if record.get("checkpointing") == "none" else []
-        words += ["whole loss"] if record.get("loss_tokens", 0) is None else []
+        words += ["no checkpointing"] if kept else []
+        words += [_untiled(record)] if record["method"] != "alst" else []
         words += [f"{record['allocator_cap_gib']:g} GiB a GPU"] if record.get("allocator_cap_gib") else []
         words += ["attention in blocks"] if "blocks" in record.get("setting", "") else []
     words += ["memory only"] if record.get("memory_only") else []
     return ", ".join(str(word) for word in words if word)
+
+
+def ranks(record: dict[str, Any]) -> str:
+    """Ulysses and ring ranks of a record, as the paper writes them: 8u2r."""
+    return f"{record['sp']}u{record['ring']}r"
+
+
+def _untiled(record: dict[str, Any]) -> str:
+    """What is known not to be in tiles; a fused layer has tiles of its own. Records without `memory` do not tell of norms, and older ones
+    not of the loss."""
+    memory = record.get("memory")
+    whole = {
+        "MLP": record["tile_tokens"] is None and not record.get("fused"),
+        "norms": isinstance(memory, dict) and memory["norm_tokens"] is None and not record.get("fused"),
+        "loss": record.get("loss_tokens", 0) is None,
+    }
+    names = [name for name, untiled in whole.items() if untiled]
+    return "untiled" if len(names) == len(whole) else f"whole {' and '.join(names)}" if names else ""
 
 
 def pick(rows: Iterable[Row], **wanted: Any) -> list[Row]:

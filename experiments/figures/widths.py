@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from experiments.figures import style
 from experiments.figures.values import Row, Sources, from_record, grouped, pick
@@ -14,6 +15,8 @@ from upipe.records import format_tokens
 SHAPE = ("experiment", "scope", "model", "layers", "sp", "ring", "gpus", "gpu", "kernel", "attention_output", "overlap", "dx", "offload",
          "tile_tokens", "fused", "memory_only", "tokens")  # fmt: skip
 """What the records of one curve share."""
+BASELINES = {"block": "peak above the block's inputs", "model": "peak above the model's states"}
+"""What `peak_units` of a scope is counted from."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
@@ -52,6 +55,9 @@ def _row(record: dict[str, Any], metric: str) -> Row:
 def draw(found: list[Row]) -> Figure:
     panels = grouped(found, lambda r: (r.model, r.layers, r.gpus, r.gpu, r.kernel, r.setting.split(", ", 1)[1]))
     figure, axes = style.figure(2, max(1, len(panels)), 4.8 * max(1, len(panels)), 6, sharex="col")
+    for top in axes[0][1:]:
+        # 4 % more in one panel is not to look like four times as much in the next.
+        top.sharey(axes[0][0])
     if not panels:
         style.nothing(axes[0][0])
         style.nothing(axes[1][0], "the paper's values (8B, 4 × H100, 512K) were not published")
@@ -70,15 +76,15 @@ def draw(found: list[Row]) -> Figure:
         widths = sorted({row.width for row in mine})
         for axis in (top, bottom):
             axis.set_xscale("log", base=2)
-            axis.minorticks_off()
+            axis.xaxis.set_minor_locator(NullLocator())
             axis.set_xticks(widths, [str(width) for width in widths])
             axis.tick_params(labelbottom=True)
         top.axhline(1, color="0.4", linewidth=0.8)
         top.set_ylabel(f"step time / that of U = {widths[-1]}")
-        bottom.set_ylabel("peak (u, a rank's bf16 hidden state)")
+        scope, what = what.split(", ", 1)
+        bottom.set_ylabel(f"{BASELINES[scope]}\n(u, a rank's bf16 hidden state)")
         bottom.set_ylim(bottom=0)
         bottom.set_xlabel("U (query heads a stage, all ranks)")
-        scope, what = what.split(", ", 1)
         deep = f"{layers} layers" if scope == "model" else "attention block"
         words = (style.MODELS.get(model, model), deep, what, style.KERNELS.get(kernel, kernel))
         top.set_title(f"{', '.join(words)}\n{gpus} × {gpu}, measured", loc="left")
