@@ -29,8 +29,8 @@ from upipe.records import format_tokens
 
 PUBLISHED = {"llama3-8b": (8, 32, "Llama3-8B"), "qwen3-32b": (16, 64, "Qwen3-32B")}
 """Model -> GPUs and decoder layers of Table 3, and its name."""
-CAPACITY = 80
-"""GiB of a GPU of Table 3."""
+NODE, CAPACITY = 8, 80
+"""GPUs of a node of Table 3, and GiB of each."""
 
 
 def whole_models(sources: Sources) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ SCALING = ("trl_scaling", f"{SOURCE}, cp-scaling")
 FASTER = "speed-up over fewest GPUs"
 GB = 1e9 / 2**30
 """GiB, the guide's unit of memory."""
+CPU = "CPU process"
 NAMES = {"qwen3-8b": "Qwen3-8B", "qwen3-4b": "Qwen3-4B", "not-stated": "model not stated"}
 
 
@@ -53,7 +54,7 @@ def rows(sources: Sources) -> list[Row]:
 def _row(record: dict[str, Any], metric: str) -> Row:
     row = from_record(record, metric)
     # On the CPU a rank is a process: there the scaling is over processes.
-    return row if record["gpus"] else dataclasses.replace(row, gpus=record["processes"], gpu="CPU process")
+    return row if record["gpus"] else dataclasses.replace(row, gpus=record["processes"], gpu=CPU)
 
 
 def curves(found: list[Row]) -> list[list[Row]]:
