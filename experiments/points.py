@@ -121,6 +121,15 @@ def read(path: Path, variant: str | None = None) -> Experiment:
     return from_mapping(Experiment, mapping, folder=path.parent)
 
 
+def files(path: Path) -> list[Path]:
+    """An experiment's file, then those that it is like. Raises ConfigError."""
+    _mapping(path, ())
+    found = [path]
+    while (like := config.read(found[-1]).get("like")) is not None:
+        found.append(found[-1].with_name(f"{like}.yaml"))
+    return found
+
+
 def _mapping(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """An experiment's file over the one that it is like."""
     own = config.read(path)

@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,6 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _list()
         path, variant = points.find(options.name)
         experiment = points.read(path, variant)
+        if options.copy_to is not None:
+            return _copy(path, Path(options.copy_to))
         specs = points.select(points.expand(experiment, path.parent), options.method, options.tokens)
         command = "python -m experiments.run " + shlex.join(sys.argv[1:] if arguments is None else arguments)
         sweep = Sweep(path, points.name_of(path, variant), experiment, command, options)
@@ -85,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--method", nargs="+", metavar="M", help="only the points of these methods")
     parser.add_argument("--tokens", nargs="+", metavar="N", help="only the points of these lengths (131072, 128K, 1M)")
     parser.add_argument("--dry-run", action="store_true", help="list the points and the planner's verdicts, and run nothing")
+    parser.add_argument("--copy-to", metavar="DIR", help="copy the experiment's file and those it is like there, and run nothing")
     parser.add_argument("--skip-unfit", action="store_true", help="leave out points that the planner says do not fit")
     parser.add_argument(
         "--launcher", choices=["torchrun", "srun"], default="torchrun",
@@ -106,6 +110,13 @@ def _parser() -> argparse.ArgumentParser:
 def _list() -> int:
     for name in points.names():
         print(f"{name:32} {points.read(*points.find(name)).about}")
+    return 0
+
+
+def _copy(path: Path, folder: Path) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in points.files(path):
+        shutil.copy(file, folder)
     return 0
 
 

@@ -61,6 +61,8 @@ else
     if [[ $mode == train ]]; then
         # With overrides in it and paths made absolute, so that a requeued job reads what the first attempt read.
         "${python[@]}" -m upipe.cli train "$what" "$@" "train.run_dir=$run/run" --save-config "$run/config.yaml"
+    elif [[ $mode == experiment ]]; then
+        "${python[@]}" -m experiments.run "$what" --copy-to "$run/experiment"
     fi
     echo "$revision" >"$run/revision.txt"
 fi

@@ -13,7 +13,7 @@ from PIL import Image
 
 from experiments import figures, points
 from experiments.figures import __main__ as command
-from experiments.figures import breakdown, claims, multinode, notebooks, planner, results, throughput, values
+from experiments.figures import breakdown, claims, multinode, notebooks, planner, results, throughput, trl, values
 from upipe import parts, profiling, records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +60,26 @@ def test_every_picture_is_a_figure_s_and_the_notebooks_show_the_same():
         assert sizes[0] == sizes[1], f"{name}: run python -m experiments.figures notebooks"
 
 
-@pytest.mark.parametrize("name", ["breakdown", "multinode", "planner"])
+@pytest.mark.parametrize("name", list(figures.FAMILIES))
+def test_a_notebook_says_and_shows_what_its_figure_does(sources, name):
+    """Its title, caption and table are those of now."""
+    hint = "run python -m experiments.figures notebooks"
+    cells = json.loads((notebooks.FOLDER / f"{name}.ipynb").read_text())["cells"]
+    text = "".join(cells[0]["source"])
+    assert notebooks.captioned(name, text) == text, hint
+    (table,) = [output["data"]["text/markdown"] for output in cells[-1]["outputs"]]
+    assert "".join(table) == figures.to_markdown(figures.FAMILIES[name].rows(sources)), hint
+
+
+def test_an_old_caption_is_not_that_of_the_figure():
+    old = "# A title\n\nWhat it showed.\n\nMore of it.\n\nIts marks."
+    family = figures.FAMILIES["trl"]
+    assert notebooks.captioned("trl", old) == f"# {family.title}\n\n{family.about}\n\nMore of it.\n\nIts marks."
+    first = notebooks.new("trl")["cells"][0]["source"]
+    assert notebooks.captioned("trl", first) == first and first.count("\n\n") == 2
+
+
+@pytest.mark.parametrize("name", ["breakdown", "multinode", "planner", "trl"])
 def test_no_text_is_cut_off_at_the_edge(sources, name):
     """Titles, names of axes and legends, which are what a layout may push out of the picture; ticks out of view are not drawn."""
     drawn = figures.FAMILIES[name].draw(figures.FAMILIES[name].rows(sources))
@@ -287,7 +306,14 @@ def test_a_logarithmic_axis_of_values_has_labels_at_1_2_5(sources):
     assert {"50", "100", "200", "500", "1000"} <= set(labels) and {label[0] for label in labels} == set("125") and len(minor) > len(labels)
 
 
-def test_an_edited_record_changes_table_results_and_claims(folder, sources):
+def picture(name, sources):
+    drawn = figures.FAMILIES[name].draw(figures.FAMILIES[name].rows(sources))
+    made = figures.style.picture(drawn)
+    figures.style.close(drawn)
+    return made
+
+
+def test_an_edited_record_changes_table_picture_results_and_claims(folder, sources):
     path = folder / "stack.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     mine = next(r for r in lines if r["method"] == "upipe" and r["tokens_per_s_per_gpu"])
@@ -301,6 +327,27 @@ def test_an_edited_record_changes_table_results_and_claims(folder, sources):
     assert results.render(after) != results.render(sources) and speed in results.render(after)
     assert claims.render(after) != claims.render(sources)
     assert rows["glm"](after) == rows["glm"](sources)
+    assert picture("table3-2gpu", after) != picture("table3-2gpu", sources) == picture("table3-2gpu", sources)
+    assert picture("multinode", after) == picture("multinode", sources)
+
+
+def trained(experiment, method, tokens, gpus, seconds, model="llama3-8b", layers=32, gpu="NVIDIA H100 80GB HBM3", outcome="ok", **more):
+    """A record that the runner might write of a whole model, in which nothing but these values is new."""
+    (old,) = records.load(values.RESULTS / "llama3_8b_4layers-2gpu.jsonl")
+    ring = more.get("ring", gpus if method == "ring" else 1)
+    peak = more.pop("peak", 40.0)
+    made = old | {
+        "experiment": experiment, "method": method, "tokens": tokens, "gpus": gpus, "processes": gpus, "gpu": gpu, "model": model,
+        "layers": layers, "outcome": outcome, "run_id": "new", "sp": gpus // ring, "ring": ring, "time_s": seconds, "times_s": [seconds],
+        "tokens_per_s_per_gpu": tokens / seconds / gpus, "peak_gib": peak, "states_gib": 15.0, "peak_above_states_gib": peak - 15,
+        "reserved_gib": peak + 1, "peak_units": None, "heads_per_stage": gpus // ring if method == "upipe" else None, "overlap": True,
+        "offload": "pinned", "predicted": None,
+    }  # fmt: skip
+    if outcome != "ok":
+        made |= dict.fromkeys(("time_s", "times_s", "warmup_steps", "tokens_per_s_per_gpu", "loss", "grad_norm", "peak_gib", "states_gib"))
+        made |= dict.fromkeys(("peak_above_states_gib", "reserved_gib")) | {"reason": "no memory"}
+    made |= more
+    return made | {"point": "-".join(str(made[k]) for k in ("method", "tokens", "gpus", "layers", "attention_output"))}
 
 
 def new_records(sources):
@@ -324,6 +371,7 @@ def new_records(sources):
         ],
         "memory-ladder": [ladder | {"point": "d", "search_complete": True}],
         "glm": [model | {"point": "e", "model": "glm-mini", "setting": "indexer-sharded"}],
+        "trl": [trained("trl_qwen3_8b_1m", "ring", 2**20, 8, 305.0, model="qwen3-8b", layers=36)],
         # Of a prediction for another GPU than the record's nothing is made.
         "planner": [model | {"point": gpus, "predicted": told | {"machine": gpus}} for gpus in ("2xH200-141GB", "2xH100-80GB")],
     }
@@ -391,7 +439,7 @@ def test_out_of_memory_is_written_and_nothing_measured_is_said(sources):
     ended = {row.series for row in values.pick(rows, model="qwen3-32b", outcome="oom")}
     assert said.count("OOM") == len(ended) >= 4
     assert figures.style.NOTHING in said
-    assert all(row.value is None for row in values.pick(rows, outcome="oom"))
+    assert all(row.value is None for row in values.pick(rows, outcome="oom") if (row.mark, row.metric) != ("predicted", "peak"))
     mine = values.pick(rows, model="llama3-8b", method="upipe", mark="reported", metric="throughput")
     table = {row.tokens // 1024: row.value for row in mine}
     assert {length: table[length] for length in TABLE3} == TABLE3
@@ -525,3 +573,113 @@ def test_a_record_with_named_parts_is_drawn_by_them_beside_the_older_ones(folder
     titles = [axis._left_title for axis in drawn.axes]
     assert len(titles) == 1 and "step by part" in titles[0].get_text() and titles[0].get_window_extent().x1 < drawn.bbox.x1
     figures.style.close(drawn)
+
+
+def test_records_of_the_trl_experiments_reach_table_figure_and_claim(folder, sources):
+    of = {"model": "qwen3-8b", "layers": 36}
+    new = [trained("trl_qwen3_8b_1m", method, 2**20, 8, s, peak=50.5, **of) for method, s in (("ring", 305.0), ("upipe", 290.0))]
+    new += [trained("trl_scaling", "upipe", 2**17, gpus, seconds, **of) for gpus, seconds in ((2, 30.0), (4, 15.0), (8, 8.0))]
+    new += [trained("trl_qwen3_8b_1m-2gpu", "upipe", 2**20, 2, 99.0, model="qwen3-8b", layers=2, gpu="NVIDIA H200")]
+    on_cpu = dict.fromkeys(("gpu", "tokens_per_s_per_gpu", "peak_gib", "states_gib", "peak_above_states_gib", "reserved_gib"))
+    new += [trained("trl_scaling-cpu", "upipe", 512, 2, 0.5, model="llama-toy", layers=2) | on_cpu | {"gpus": 0}]
+    before, after = trl.rows(sources), trl.rows(added(folder, new))
+    assert not values.pick(before, mark="measured") and {row.mark for row in before} == {"reported", "predicted"}
+    ours = values.pick(after, mark="measured")
+    assert {row.source.split(".jsonl")[0] for row in ours} == {r["experiment"] for r in new}
+    assert [row.value for row in values.pick(ours, metric="peak", gpus=8)] == [50.5, 50.5]
+    assert [(row.gpus, row.value) for row in values.pick(ours, metric=trl.FASTER, model="qwen3-8b")] == [(2, 1.0), (4, 2.0), (8, 3.75)]
+    assert values.pick(ours, gpu=trl.CPU)[0].gpus == 2
+    drawn = trl.draw(after)
+    texts = [text.get_text() for axis in drawn.axes for text in axis.texts]
+    lines = {line.get_label(): list(line.get_xdata()) for line in drawn.axes[2].lines}
+    figures.style.close(drawn)
+    assert {"305", "290", "99", "50.5"} <= set(texts) and figures.style.NOTHING not in texts
+    assert [2, 4, 8] in [counts for label, counts in lines.items() if "Qwen3-8B, 36 layers" in label]
+    said = claims.trl(figures.load(folder))[1]
+    assert "*measured* on 8 × H100 80GB HBM3, Qwen3-8B, 36 layers, 1M: Ring 305 s, 50.5 GiB, UPipe (output on device) 290 s" in said
+    assert "from 2 × H100 80GB HBM3 to 4: 2.00×, 8: 3.75×" in said and "2 × H200, Qwen3-8B, 2 layers, 1M" in said
+    assert "toy" not in said and "305" not in claims.trl(sources)[1]
+
+
+def test_published_peaks_stand_beside_predicted_and_measured_ones(folder, sources):
+    rows = throughput.rows(sources)
+    assert [row.value for row in values.pick(rows, metric="peak", mark="reported")] == [21.1, 39.98]
+    said = values.pick(rows, metric="peak", mark="predicted", tokens=2**17, method="upipe")
+    assert {row.model for row in said} == {"llama3-8b", "qwen3-32b"}
+    drawn = throughput.draw(rows)
+    texts = [text.get_text() for axis in drawn.axes for text in axis.texts]
+    figures.style.close(drawn)
+    assert "21.1 GiB reported" in texts and "39.98 GiB reported" in texts
+    after = added(folder, [trained("table3_llama3_8b", "upipe", 2**17, 8, 7.0, peak=22.25)])
+    assert [row.value for row in values.pick(throughput.rows(after), metric="peak", mark="measured")] == [22.25]
+    (before,), (line,) = ([x for x in results.render(s).splitlines() if x.startswith("| Llama3-8B, 128K | 8 ×")] for s in (sources, after))
+    assert "| 21.1 | 21.09 | -0.1 % |" in before and before.endswith("| – |") and line.endswith("UPipe (output on device) 22.25 |")
+
+
+def test_what_was_measured_where_is_said_from_the_records(folder, sources):
+    """The published size on its machine changes the words, and stands under no heading of another machine."""
+    where = "8 × H100 80GB HBM3"
+    before = results.render(sources), claims.render(sources)
+    assert "no record is of all 32 layers on 8 GPUs" in before[0] and "not measured (no record of 32 layers on 8 GPUs)" in before[1]
+    assert not any(where in text for text in before) and "2 × H200" in before[1]
+    ended = {"ulysses": {3: "ok", 4: "oom_device"}, "upipe": {3: "ok", 5: "ok", 6: "oom_device"}, "fpdt": {4: "ok"}}
+    points = [(method, n, outcome) for method, lengths in ended.items() for n, outcome in lengths.items()]
+    new = [trained("table3_llama3_8b", method, n * 2**20, 8, 900.0 * n, outcome=outcome) for method, n, outcome in points]
+    new += [trained("table3_llama3_8b", method, 2**18, 8, 5.0, layers=4) for method in ("ulysses", "upipe")]
+    after = added(folder, new)
+    text, told = results.render(after), claims.render(after)
+    assert "no record is of all 32 layers on 8 GPUs" not in text and "no record is of all 64 layers on 16 GPUs" in text
+    assert f"Measured on {where}." in text and f"2 × H200 and {where}" in text and f"2 × H200 and {where}" in told
+    speed = values.number(2**20 / 900 / 8)
+    (line,) = [x for x in text.splitlines() if x.startswith("| 3M | 162.4")]
+    assert line.endswith(f"| Ulysses {speed}; UPipe (output on device) {speed} |")
+    whole = [x for x in text.splitlines() if x.startswith("| Llama3-8B, ") and f"| {where} |" in x]
+    shown = ["4 layers, 256K", *(f"32 layers, {n}M" for n in (3, 5, 6))]
+    assert [x.split(" | ")[0] for x in whole] == [f"| Llama3-8B, {what}" for what in shown]
+    own, said = claims.five_million(after)
+    assert f"*measured* on {where}, UPipe (output on device): trains 5M at {speed} tokens/s/GPU, 6M ended in oom_device" in said
+    assert "not measured" not in said
+    own, said = claims.quarter_longer(after)
+    assert f"Llama3-8B on {where}: Ulysses 3M, UPipe 5M, FPDT 4M (+25.0 %)" in said and "Not measured" not in said
+    assert f"{where}: Llama3-8B, 4 layers, 256K, output on device: 1.000" in claims.as_fast(after)[1]
+
+
+def test_blocks_of_two_machines_take_no_place_from_each_other(folder, sources):
+    old = [r for r in sources.every if r["experiment"] == "block" and r["outcome"] == "ok" and r["tokens"] == 2**19]
+    (pair, *_) = [(record, base) for record, base in results.blocks(sources) if record["tokens"] == 2**19]
+    assert pair[0] in old
+    new = [record | {"gpu": "NVIDIA H100 80GB HBM3", "run_id": "new"} for record in pair]
+    before, after = results.blocks(sources), results.blocks(added(folder, new))
+    assert len(after) == len(before) + 1 and all(one in after for one in before)
+    assert "on 2 × H100 80GB HBM3: " in claims.seven_eighths(figures.load(folder))[1]
+    (line,) = [x for x in results.render(figures.load(folder)).splitlines() if x.startswith("| 512K | 2 × H100 80GB HBM3 |")]
+    assert line
+
+
+def test_claims_say_their_conditions(sources):
+    said = claims.eightfold(sources)[1]
+    assert "on 2 × H200, 2 layers of Llama3-8B, 28 GiB of a GPU for torch's allocator, adamw, attention simulated" in said
+    said = claims.trl(sources)[1]
+    assert "on 1 × H200, 4 layers of Qwen3-4B, states and saved inputs of its other layers counted, 77 GiB" in said
+    assert "attention simulated" in said and "*predicted* on 8 × H100-80GB, its ring: 306.4 s, 51.9 GiB" in said
+    ladder = [r | {"memory_only": False} if r["experiment"] == "ladder" else r for r in sources.records]
+    computed = claims.eightfold(dataclasses.replace(sources, records=ladder))[1]
+    assert "attention computed" in computed and "simulated" not in computed
+
+
+def test_two_nodes_have_both_methods_and_say_where_the_prediction_is_not_what_was_published(sources):
+    told = {text.split(":")[0].split()[-1]: text for text in claims.two_nodes(sources)[1].split("; ")}
+    assert "UPipe 51.2 GiB, USP 69.2 GiB (fits, where it was published out of memory)" in told["8M"]
+    assert [length for length, text in told.items() if "published out of memory" in text] == ["8M"]
+    ran_out = [r | {"outcome": "oom_device"} if (r["method"], r["tokens"]) == ("usp", 2**23) else r for r in sources.records]
+    said = claims.two_nodes(dataclasses.replace(sources, records=ran_out))[1]
+    assert "USP oom_device" in said and "published out of memory" not in said
+
+
+def test_results_have_both_models_figure_1_and_the_two_nodes(sources):
+    text = results.render(sources)
+    for line in (
+        "| 1M | 117 | 113.3 | 117.2 | +3.5 % |", "| UPipe | 15 + 19.5 + 16.6 | 51.1 | 45.31 | -11.3 % | – |",
+        "| 8M | 69.5 | 51.16 | -26.4 % | OOM | 69.23 | – | – | 0.999 | – |",
+    ):  # fmt: skip
+        assert line in text.splitlines(), line

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -300,13 +302,63 @@ def test_small_variants_run(tmp_path, name):
         assert "fits" in r["predicted"] or r["predicted"]["declined"].startswith("train.dtype=fp32"), r["predicted"]
 
 
+VERDICTS = r"fits: device [\d.]+ of \d|does not fit, (device|host) memory runs out: device [\d.]+ of \d|not predicted: \w"
+
+
+def check_dry_run(name, out):
+    """A line a point, in their order, with the planner's verdict; "ok" where the experiment names no hardware to predict for."""
+    path, variant = points.find(name)
+    experiment = points.read(path, variant)
+    keys = [spec.key for spec in points.expand(experiment, path.parent)]
+    lines = re.findall(r"^  ([0-9a-f]{12})  (.+)$", out, re.M)
+    assert [key for key, _ in lines] == keys, name
+    wanted = VERDICTS if experiment.hardware is not None else r"ok$"
+    assert [line for _, line in lines if len(re.findall(rf"  (?:{wanted})", line)) != 1] == [], name
+
+
+@pytest.mark.parametrize("name", ["toy-cpu", "table3_qwen3_32b-cpu", "u_ablation-2gpu"])
+def test_a_dry_run_says_of_every_point_whether_it_fits(capsys, name):
+    assert run.main([name, "--dry-run"]) == 0
+    check_dry_run(name, capsys.readouterr().out)
+
+
 @pytest.mark.slow
 def test_every_dry_run_takes_less_than_a_minute_of_a_cpu(capsys):
     for name in points.names():
         started = time.process_time()
         assert run.main([name, "--dry-run"]) == 0
         assert time.process_time() - started < 60, name
-        capsys.readouterr()
+        check_dry_run(name, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_largest_dry_run_takes_less_than_a_minute_of_a_cpu_in_a_new_process():
+    """Where nothing of it was counted before."""
+
+    def count(name):
+        path, variant = points.find(name)
+        experiment = points.read(path, variant)
+        return len(points.expand(experiment, path.parent)) if experiment.hardware is not None else 0
+
+    largest = max(points.names(), key=count)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-m", "experiments.run", largest, "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    check_dry_run(largest, done.stdout)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60, largest
+
+
+def test_an_experiment_s_files_are_copied_with_those_it_is_like(tmp_path, capsys):
+    """And can be read there as they were; nothing is run."""
+    assert run.main(["trl_scaling-cpu", "--copy-to", str(tmp_path / "copies")]) == 0
+    assert capsys.readouterr().out == ""
+    copies = {path.name: path.read_text() for path in (tmp_path / "copies").iterdir()}
+    names = ("trl_scaling.yaml", "trl_qwen3_8b_1m.yaml", "table3_llama3_8b.yaml")
+    assert copies == {name: (ROOT / "experiments" / name).read_text() for name in names}
+    assert points.read(tmp_path / "copies" / "trl_scaling.yaml", "cpu") == points.read(*points.find("trl_scaling-cpu"))
+    assert run.main(["trl_scalling", "--copy-to", str(tmp_path / "none")]) == 2
+    assert not (tmp_path / "none").exists() and "no experiment 'trl_scalling'" in capsys.readouterr().err
 
 
 def test_variants_are_merged_over_what_they_are_like(tmp_path):

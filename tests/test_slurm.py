@@ -53,19 +53,34 @@ def ended(cluster, job, out):
     return state == "COMPLETED"
 
 
+def launch(folder, *arguments):
+    """What launch.sh would run in a job of one node."""
+    for name in ("srun", "scontrol"):
+        (folder / name).write_text(f"#!/bin/sh\necho {name} $*\n")
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
+    job |= {"UPIPE_RUNS": "my runs", "UPIPE_PYTHON": "echo", "PATH": f"{folder}:{os.environ['PATH']}"}
+    command = ["bash", ROOT / "slurm" / "launch.sh", *arguments]
+    done = subprocess.run(command, cwd=folder, env=os.environ | job, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, folder / "my runs" / "job-7"
+
+
+def test_a_sweep_s_files_are_copied_before_its_first_attempt(tmp_path):
+    """As training's configuration is (the command's copy: tests/test_runner.py); a requeued job leaves the copy as it is."""
+    words = ("experiment", "trl_scaling-cpu", "--tokens", "512")
+    told, run = launch(tmp_path, *words)
+    lines = told.splitlines()
+    copied = lines.index(f"-m experiments.run trl_scaling-cpu --copy-to {run}/experiment")
+    assert copied < lines.index(f"-m experiments.run trl_scaling-cpu --resume --results {run}/results --logs {run}/logs --tokens 512")
+    assert "--copy-to" not in launch(tmp_path, *words)[0]
+
+
 def test_a_relative_folder_of_runs_is_made_absolute(tmp_path):
     """The configuration in the run folder names the folder, and a YAML file's paths are relative to it."""
-    for name in ("srun", "scontrol"):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} $*\n")
-        (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_JOB_NODELIST": "n", "SLURM_JOB_NUM_NODES": "1"}
-    job |= {"UPIPE_RUNS": "my runs", "UPIPE_PYTHON": "echo", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", ROOT / "slurm" / "launch.sh", "train", "my.yaml"]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | job, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    run = tmp_path / "my runs" / "job-7"
-    assert f"train.run_dir={run}/run --save-config {run}/config.yaml" in done.stdout
-    assert f"train {run}/config.yaml --resume auto" in done.stdout
+    told, run = launch(tmp_path, "train", "my.yaml")
+    assert f"train.run_dir={run}/run --save-config {run}/config.yaml" in told
+    assert f"train {run}/config.yaml --resume auto" in told and "--copy-to" not in told
 
 
 def test_shellcheck():

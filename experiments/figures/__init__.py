@@ -17,7 +17,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from experiments import points
-from experiments.figures import breakdown, glm, memory, multinode, planner, style, throughput, values, widths
+from experiments.figures import breakdown, glm, memory, multinode, planner, style, throughput, trl, values, widths
 from experiments.figures.values import Row, Sources, load, to_csv, to_markdown
 
 FOLDER = points.ROOT / "paper_figures"
@@ -42,14 +42,14 @@ FAMILIES = {
     "table3": Family(
         "Throughput by method and length (Table 3)",
         "Table 3 of Untied Ulysses as reported, the planner's predictions for the same machine, and full-depth runs where there are any. "
-        "Below: throughput over Ulysses', only within one mark.",
+        "Below: throughput over Ulysses', only within one mark, and peak memory for the same, of which two values were published.",
         throughput.rows, throughput.draw,
     ),
     "table3-2gpu": Family(
-        "Throughput and memory on two GPUs, reduced depth",
-        "Whole models with some of their layers. Ratios are to DeepSpeed's Ulysses (or ALST, its whole stack) of the same sweep and "
-        "kernel. Layers and length decide tokens/s here: compare within a group only. PyTorch native's time stands, its gradients with "
-        "cuDNN are wrong (docs/methods.md).",
+        "Throughput and memory with fewer layers or GPUs than published",
+        "Whole models of Table 3, each group with its layers and its machine. Ratios are to DeepSpeed's Ulysses (or ALST, its whole "
+        "stack) of the same sweep and kernel. Layers and length decide tokens/s here: compare within a group only. PyTorch native's time "
+        "stands, its gradients with cuDNN are wrong (docs/methods.md).",
         throughput.rows_2gpu, throughput.draw_2gpu,
     ),
     "memory-ladder": Family(
@@ -61,6 +61,12 @@ FAMILIES = {
         "Two nodes: 8 Ulysses ranks inside, a ring of 2 across",
         "Peak memory and throughput over USP's, read off the published plots; USP is out of memory at 8M.",
         multinode.rows, multinode.draw,
+    ),
+    "trl": Family(
+        "TRL's guide to training at 1M tokens",
+        "Step time and peak memory at 1M tokens, and step time over GPUs: the guide's numbers, predictions of its set-ups, and records of "
+        "`trl_qwen3_8b_1m`, `trl_scaling` and their variants where there are any. The guide does not name the model that it scaled.",
+        trl.rows, trl.draw,
     ),
     "u-ablation": Family(
         "Stage width U against time and memory",

@@ -1,4 +1,5 @@
-"""Table 3 of Untied Ulysses (arXiv 2602.21196): throughput of every method over lengths, and its variant on two GPUs."""
+"""Table 3 of Untied Ulysses (arXiv 2602.21196): throughput of every method over lengths, peak memory for the same, and its variant
+on fewer GPUs or with fewer layers."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ from upipe.records import format_tokens
 
 PUBLISHED = {"llama3-8b": (8, 32, "Llama3-8B"), "qwen3-32b": (16, 64, "Qwen3-32B")}
 """Model -> GPUs and decoder layers of Table 3, and its name."""
+NODE, CAPACITY = 8, 80
+"""GPUs of a node of Table 3, and GiB of each."""
 
 
 def whole_models(sources: Sources) -> list[dict[str, Any]]:
@@ -68,20 +71,26 @@ def compared(sources: Sources) -> Sources:
     return dataclasses.replace(sources, records=list({id(r): r for r in [*more, *sources.records]}.values()))
 
 
+def is_published_size(record: dict[str, Any]) -> bool:
+    """Whether a whole model of Table 3 has all its layers and runs on as many GPUs."""
+    return (record["gpus"], record["layers"]) == PUBLISHED[model_of(record["model"])][:2]
+
+
 def rows(sources: Sources) -> list[Row]:
-    """Table 3 as published, and records of its models at full depth on as many GPUs."""
-    found = from_reported(r for r in sources.published if (r["source"], r["figure"]) == ("untied-ulysses", "table3"))
+    """Table 3 and the peaks beside it as published, and records of its models at full depth on as many GPUs."""
+    found = from_reported(r for r in sources.published if r["source"] == "untied-ulysses" and r["figure"] in ("table3", "peak-table"))
     for record in whole_models(compared(sources)):
-        if (record["gpus"], record["layers"]) == PUBLISHED[model_of(record["model"])][:2]:
-            found.append(from_record(record, "throughput"))
+        if is_published_size(record):
+            found += [from_record(record, metric) for metric in ("throughput", "peak")]
     return [*found, *over_ulysses(found)]
 
 
 def draw(found: list[Row]) -> Figure:
-    figure, axes = style.figure(2, 2, 10, 8.2, height_ratios=[1.25, 1])
+    figure, axes = style.figure(3, 2, 10, 11.5, height_ratios=[1.25, 1, 1])
+    found = [_on_its_gpu(row) for row in found]
     for column, (model, (gpus, layers, name)) in enumerate(PUBLISHED.items()):
         mine = pick(found, model=model)
-        top, bottom = axes[:, column]
+        top, bottom, peaks = axes[:, column]
         style.lines(top, pick(mine, metric="throughput"))
         # Under the curves: the band of OOM.
         top.set_yscale("log")
@@ -94,19 +103,36 @@ def draw(found: list[Row]) -> Figure:
         bottom.axhline(1, color="0.4", linewidth=0.8)
         bottom.set_ylim(0, max([1.1, *(1.05 * row.value for row in pick(found, metric="throughput over Ulysses"))]))
         bottom.set_ylabel("throughput / Ulysses' (same mark)")
-        for axis in (top, bottom):
+        style.lines(peaks, pick(mine, metric="peak"))
+        for row in pick(mine, metric="peak", mark="reported"):  # single points, on which predictions lie
+            _, colour, sign = style.sign(row.method)
+            peaks.plot([row.tokens], [row.value], marker=sign, markersize=10, markerfacecolor="none", color=colour)
+            place = {"xytext": (-4, 16), "textcoords": "offset points", "ha": "left", "fontsize": 7.5}
+            peaks.annotate(f"{row.value:g} GiB reported", (row.tokens, row.value), **place)
+        peaks.axhline(CAPACITY, color="0.1", linestyle=":", linewidth=1.2)
+        # Measured on a larger GPU, a peak may be above it.
+        highest = [row.value for row in pick(mine, metric="peak", outcome="ok") if row.value is not None]
+        peaks.set_ylim(0, 1.1 * max([CAPACITY, *highest]))
+        peaks.annotate(f"{CAPACITY} GiB", (0.01, CAPACITY), xycoords=peaks.get_yaxis_transform(), va="bottom", fontsize=7.5)
+        peaks.set_ylabel("peak memory (GiB/GPU)")
+        for axis in (top, bottom, peaks):
             style.lengths(axis, mine)
     style.legend_below(figure, axes.flat, 4)
     return figure
 
 
+def _on_its_gpu(row: Row) -> Row:
+    """A measured row with its GPU in the setting: a title's is the published one."""
+    return dataclasses.replace(row, setting=", ".join(filter(None, (row.setting, row.gpu)))) if row.mark == "measured" else row
+
+
 def rows_2gpu(sources: Sources) -> list[Row]:
-    """Whole models, most of reduced depth, on fewer GPUs than published: throughput, peak above states, both over Ulysses'; beside them
+    """Whole models with fewer layers or on fewer GPUs than published: throughput, peak above states, both over Ulysses'; beside them
     the published throughputs of the same methods and lengths over Ulysses'."""
     found = []
     for record in whole_models(compared(sources)):
         gpus, layers, _ = PUBLISHED[model_of(record["model"])]
-        if record["gpus"] < gpus and record["layers"] <= layers:
+        if record["gpus"] <= gpus and record["layers"] <= layers and not is_published_size(record):
             timed = record["tokens_per_s_per_gpu"] is not None or record["outcome"] != "ok"
             found += [from_record(record, metric) for metric in (["throughput"] if timed else []) + ["peak_above_states"]]
     found.sort(key=lambda r: (r.model, r.gpus or 0, r.layers or 0, r.tokens or 0, r.kernel or "", r.mark, run_of(r), r.method))
@@ -154,7 +180,7 @@ def draw_2gpu(found: list[Row]) -> Figure:
     style.mark_legend(
         figure,
         (row.mark for row in found),
-        title="(×): over Ulysses' of the same sweep and kernel; [×]: the same ratio as published for whole models on more GPUs",
+        title="(×): over Ulysses' of the same sweep and kernel; [×]: the same ratio as published for Table 3's depth and GPUs",
         title_fontsize=7.5,
     )
     return figure
