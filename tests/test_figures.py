@@ -341,7 +341,7 @@ def trained(experiment, method, tokens, gpus, seconds, model="llama3-8b", layers
         "layers": layers, "outcome": outcome, "run_id": "new", "sp": gpus // ring, "ring": ring, "time_s": seconds, "times_s": [seconds],
         "tokens_per_s_per_gpu": tokens / seconds / gpus, "peak_gib": peak, "states_gib": 15.0, "peak_above_states_gib": peak - 15,
         "reserved_gib": peak + 1, "peak_units": None, "heads_per_stage": gpus // ring if method == "upipe" else None, "overlap": True,
-        "offload": "pinned", "predicted": None,
+        "offload": "pinned", "tile_tokens": 8192, "predicted": None,
     }  # fmt: skip
     if outcome != "ok":
         made |= dict.fromkeys(("time_s", "times_s", "warmup_steps", "tokens_per_s_per_gpu", "loss", "grad_norm", "peak_gib", "states_gib"))
