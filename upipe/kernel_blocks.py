@@ -48,12 +48,17 @@ def choose(
     row = nearest(tokens, heads, kv_heads, head_dim, gpu, kernel, rows)
     if row is None:
         return None, f"nothing was measured for {kernel} up to {tokens} tokens of head dim {head_dim} on {gpu or 'CPU'}"
-    times = row[direction]
-    where = f"{row['heads']} heads on {row['kv_heads']} at {row['tokens']} tokens"
-    best = min((ms, int(block)) for block, ms in times.items() if block != "none")
-    if times["none"] <= GAIN * best[0]:
+    times, where = row[direction], f"{row['heads']} heads on {row['kv_heads']} at {row['tokens']} tokens"
+    block = _fastest(times)
+    if block is None:
         return None, f"no blocks are over 1 % faster with {where}"
-    return best[1], f"{times['none'] / best[0] - 1:.1%} faster than the single call with {where}"
+    return block, f"{times['none'] / times[str(block)] - 1:.1%} faster than the single call with {where}"
+
+
+def _fastest(times: dict[str, float]) -> int | None:
+    """The fastest blocks of a row; None where the single call is as fast, but for `GAIN`."""
+    ms, block = min((ms, int(block)) for block, ms in times.items() if block != "none")
+    return block if times["none"] > GAIN * ms else None
 
 
 def nearest(
@@ -79,9 +84,9 @@ def speed(
     Args:
         size: a `blocked.Tokens`. Blocks that were not measured there are taken to be as fast as the single call.
     """
-    case = (tokens, heads, kv_heads, head_dim, gpu, kernel, rows)
-    block = choose(direction, *case)[0] if size == "auto" else size
-    row = nearest(*case)
-    if row is None or block is None or str(block) not in row[direction]:
+    row = nearest(tokens, heads, kv_heads, head_dim, gpu, kernel, rows)
+    if row is None:
         return 1.0
-    return row[direction]["none"] / row[direction][str(block)]
+    times = row[direction]
+    block = _fastest(times) if size == "auto" else size
+    return times["none"] / times[str(block)] if str(block) in times else 1.0
