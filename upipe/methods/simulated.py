@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch.autograd.function import once_differentiable
 
-from upipe import heads
+from upipe import heads, host
 from upipe.live import LiveStorages, SimulatedAttention
 from upipe.methods import apply, fpdt, native, shelf, ulysses
 
@@ -40,14 +40,14 @@ class Pool:
         self.live: LiveStorages | None = None
         self._given: list[torch.Tensor] = []  # alive, or another storage may be known by the name of one that is gone
 
-    def take(self, shape, dtype, pinned=False) -> torch.Tensor:
+    def take(self, shape, dtype, pinned=False, memory=None) -> torch.Tensor:
         with torch.utils._python_dispatch._disable_current_modes():
-            memory = torch.empty(shape, dtype=dtype, device="meta")
+            made = torch.empty(shape, dtype=dtype, device="meta")
         if self.live is not None:
-            self.live.know(memory)
-        self.held += memory.nbytes
+            self.live.know(made)
+        self.held += made.nbytes
         self.most = max(self.most, self.held)
-        return memory
+        return made
 
     def give(self, memory: torch.Tensor) -> None:
         self.held -= memory.nbytes
@@ -148,7 +148,7 @@ def without_other_ranks(kernel, pool: Pool, groups, merge, ring_rank: int):
         mock.patch.object(native, "Native", lambda ranks, device: SimulatedNative(kernel, ring_rank, len(ranks))),
         mock.patch.object(heads, "all_to_all", _received),
         mock.patch.object(fpdt, "merge_", merge),
-        mock.patch.object(shelf, "host", SimpleNamespace(pool=lambda: pool)),
+        mock.patch.object(shelf, "host", SimpleNamespace(pool=lambda: pool, CHUNKS=host.CHUNKS)),
         mock.patch.object(ulysses, "dist", _DIST),
         mock.patch.multiple(ulysses_sp, dist=_DIST),
         mock.patch.multiple(sequence_layer, dist=_DIST),
