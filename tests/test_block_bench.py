@@ -54,7 +54,9 @@ def _run(folder, arguments):
     return _bench(folder, *arguments)
 
 
-@pytest.mark.parametrize("ranks,kernel,modes", [(1, "reference", ("device", "host")), (2, "flash", (*MODES, "device:U=4"))])
+@pytest.mark.parametrize("ranks,kernel,modes", [
+    (1, "reference", ("device", "host")), pytest.param(2, "flash", (*MODES, "device:U=4"), marks=pytest.mark.slow),
+])
 def test_every_method_and_mode(worlds, tmp_path, ranks, kernel, modes):
     arguments = ["--tokens", "64", "128", "--dtype", "float32", "--kernels", kernel, "--rounds", "3", "--modes", *modes]
     results = worlds(ranks).run(_run, folder=str(tmp_path), arguments=arguments)

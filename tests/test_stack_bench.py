@@ -344,7 +344,8 @@ def _end(ranks, status, **call):
 
 
 @pytest.mark.parametrize("ranks,settings,number,last,times", [
-    (2, ("ulysses", "upipe:device"), signal.SIGTERM, 7, [1, 2]),     # 4 steps for memory, a round, and the second's of the next
+    # 4 steps for memory, a round, and the second's of the next.
+    pytest.param(2, ("ulysses", "upipe:device"), signal.SIGTERM, 7, [1, 2], marks=pytest.mark.slow),
     (1, TWO, signal.SIGINT, 4, [None, None]),
     (1, TWO, signal.SIGTERM, 3, [None]),
 ])
@@ -669,6 +670,7 @@ def _steps(folder):
     return seen
 
 
+@pytest.mark.slow
 def test_every_length_is_tried_with_adam_s_moments_there(worlds, tmp_path):
     seen = worlds(2).run(_steps, folder=str(tmp_path), timeout=300)[0]
     first = [after for before, after in itertools.pairwise(seen) if before is None]
