@@ -176,8 +176,10 @@ class Setting:
     @property
     def offload_by(self) -> str | None:
         """Whose offload sends the saved inputs; None where none is sent."""
-        if self.peer or self.offload == "none":
-            return self.offload if self.peer else None
+        if self.offload == "none":
+            return None
+        if self.peer:
+            return self.offload
         return "deepspeed" if self.name == "alst" else "upipe"
 
     def kept(self, layers: int) -> int | None:
@@ -570,10 +572,9 @@ class Engine:
         variant, outputs = self.active, self.attention_output_bytes()
         told: dict[str, Any] = {"bytes_to_host": 0, "bytes_to_device": 0, "host_pinned": 0, "host_pageable": 0}
         others = self.peer if self.alst is None else self.alst.offload
-        if self.alst is not None or others is not None:
-            if others is not None:
-                told |= {key: others.last[key] for key in ("bytes_to_host", "bytes_to_device")}
-                told["host_pinned"] = max(0, torch_pinned_bytes(self.device) - self._pinned_before)
+        if others is not None:
+            told |= {key: others.last[key] for key in ("bytes_to_host", "bytes_to_device")}
+            told["host_pinned"] = max(0, torch_pinned_bytes(self.device) - self._pinned_before)
         elif variant.checkpointing is not None:
             report = variant.checkpointing.end_step()
             told |= {key: getattr(report, key) for key in ("bytes_to_host", "bytes_to_device", "gradients_shared")}

@@ -160,7 +160,7 @@ def setting_of(record: dict[str, Any]) -> str:
         kept = record.get("checkpointing") == "none"
         words += [f"ZeRO-{record['zero']}"] if record["zero"] not in (None, 3) else []
         words += ["inputs on device"] if record["offload"] == "none" and not kept else []
-        peer = record.get("offload_by") in ("transformers", "deepspeed") and record["method"] != "alst"
+        peer = record.get("offload_by") not in (None, "upipe") and record["method"] != "alst"
         words += [f"inputs by {record['offload_by']}"] if peer else []
         words += ["no checkpointing"] if kept else []
         words += [_untiled(record)] if record["method"] != "alst" else []
