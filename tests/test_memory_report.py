@@ -4,6 +4,8 @@ import gc
 import json
 import pickle
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -462,3 +464,19 @@ def test_gpu_report_of_a_whole_stack():
     upipe.init_distributed()
     for text, (accounted, other, _, table) in stack_report_of(STACKS, 2, 32768, "cudnn").items():
         assert 0.97 <= accounted <= 1.0 + 1e-9 and other < 0.05, f"{text}\n{table}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_gpu_run_tells_what_its_first_step_held(tmp_path):
+    (tmp_path / "text.txt").write_bytes(bytes(32 + (i * i * 7 + i) % 90 for i in range(20_000)))
+    settings = ("train.steps=2", f"data.path={tmp_path}/text.txt", "data.tokens=2048", f"train.run_dir={tmp_path}/run", "upipe.sp_size=1")
+    for value in ("first_step", "none"):
+        done = subprocess.run(
+            [sys.executable, "-m", "upipe.cli", "train", "configs/demo_gpu.yaml", "--nproc", "1", *settings, "train.overwrite=true",
+             f"train.memory_report={value}"],
+            capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        assert ("memory at the peak allocated" in done.stderr) == (value == "first_step"), done.stderr[-3000:]
+        assert ("train.memory_report" in done.stderr) == (value == "none")

@@ -192,6 +192,8 @@ def test_a_memory_profile_writes_its_files_and_none_writes_nothing(worlds, tmp_p
     }
     assert worlds(2).run(profiled_steps, folder=str(tmp_path / "none"), mode="none")[0]["tables"] == [None] * 3
     assert not (tmp_path / "none").exists()
+    told = worlds(2).run(profiled_steps, folder=str(tmp_path / "report"), mode="report")[0]["tables"]
+    assert "memory at the peak" in told[1] and told[0] is None and not (tmp_path / "report").exists()
 
 
 def test_a_profiled_step_that_fails_leaves_its_memory_report(worlds, tmp_path):

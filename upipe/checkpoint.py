@@ -31,7 +31,7 @@ FOLDER, DONE, STATE, TAG = "checkpoints", "DONE", "state.json", "deepspeed"
 # Sections and settings of a configuration that a resumed run may change.
 FREE_TRAIN = {
     "steps", "eval_every", "eval_batches", "tensorboard", "wandb", "run_dir", "save_every", "keep_last", "overwrite",
-    "max_live_parameters", "profile",
+    "max_live_parameters", "memory_report", "profile",
 }  # fmt: skip
 FREE_DATA = {"path", "eval_path", "eval_split"}
 FREE_MODEL = {"checkpointing", "zero_init"}

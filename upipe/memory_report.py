@@ -839,7 +839,8 @@ def summary(engine: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     if device.type == "cuda":
         peak, held = torch.cuda.max_memory_allocated(device), sum(s.nbytes for s in on)
         lines.append(f"  {'peak allocated':<28}{peak / 2**30:10.3f} GiB")
-        lines.append(f"  {'of it above states':<28}{(peak - held) / 2**30:10.3f} GiB (train.profile: memory tells what it is for)")
+        told = "what for: train.memory_report: first_step, train.profile: memory"
+        lines.append(f"  {'of it above states':<28}{(peak - held) / 2**30:10.3f} GiB ({told})")
         lines.append(f"  {'peak reserved':<28}{torch.cuda.max_memory_reserved(device) / 2**30:10.3f} GiB")
     lines.append("host memory")
     lines += [f"  {name:<40}{nbytes / 2**30:8.3f} GiB" for name, nbytes in host_memory(engine, optimizer, device).items()]

@@ -31,6 +31,8 @@ class TrainConfig:
     eval_every: evaluate after every so many steps, 0 for never, on the evaluation data of the `data` section.
     eval_batches: batches of micro_batch_size sequences in one evaluation, over all ranks together; 0 for all there are.
     tensorboard: write event files to `run_dir`/tensorboard. wandb: the project to log to, or null.
+    memory_report: "first_step": on a GPU the first process records its first step and prints what its peak was for, also where the
+        step fails; elsewhere, and with "none", the states and the peak are printed. See `upipe.memory_report`.
     profile: look at the second step, into `run_dir`/profile: "memory" what is live when, as a table, a picture and a snapshot
         for torch's memory viewer; "trace" what runs when, as tables by phase and by part of the step
         (`upipe.parts`) and a Chrome trace.
@@ -61,6 +63,7 @@ class TrainConfig:
     eval_batches: int = 0
     tensorboard: bool = False
     wandb: str | None = None
+    memory_report: Literal["first_step", "none"] = "first_step"
     profile: Literal["none", "memory", "trace"] = "none"
     run_dir: str = "runs/run"
     save_every: int = 0

@@ -42,7 +42,7 @@ from upipe import memory_report, parts
 from upipe.memory_report import MemoryReport, phases
 
 Span = tuple[float, float]
-Mode = Literal["none", "memory", "trace"]
+Mode = Literal["none", "report", "memory", "trace"]
 PHASES = ("forward", "recompute", "backward", "optimizer", "rest")
 ATTENTION, PRODUCTS, EXCHANGES, COPIES, OTHER = "attention", "products", "exchanges", "copies", "other"
 KINDS = (ATTENTION, PRODUCTS, EXCHANGES, COPIES, OTHER)
@@ -469,7 +469,7 @@ class StepProfile:
     """Profiles one step of a training loop: `start(step)` before its first forward, `stop(step)` after its optimizer step.
 
     Args:
-        mode: "none": both do nothing. "memory": `memory_report.recorded`. "trace": `trace`.
+        mode: "none": both do nothing. "memory": `memory_report.recorded`; "report": its table alone, no files. "trace": `trace`.
         engine: a DeepSpeed engine.
         folder: where the files go, made when they are written: memory-rank0.{txt,json,pickle,png} or
             trace-rank0.{txt,json.gz}.
@@ -485,7 +485,7 @@ class StepProfile:
     def start(self, step: int) -> None:
         if self.mode == "none" or step != self.step or self._made is not None:
             return
-        if self.mode == "memory":
+        if self.mode in ("memory", "report"):
             self._made = self._open.enter_context(memory_report.recorded(self.engine))
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -507,6 +507,8 @@ class StepProfile:
         return self._write()
 
     def _write(self) -> str:
+        if self.mode == "report":
+            return self._made.table()
         if isinstance(self._made, MemoryReport):
             return self._made.write(self.folder, f"memory-rank{self.rank}")
         text = self._made.table()

@@ -218,14 +218,19 @@ class Trainer:
         total, micro, started = 0.0, 0, time.perf_counter()
         # The second step: the first makes optimizer states and kernels.
         profiled = min(self.start + 1, train.steps - 1)
-        profile = StepProfile(train.profile, self.engine, Path(train.run_dir) / "profile", step=profiled, rank=dist.get_rank())
+        folder, rank = Path(train.run_dir) / "profile", dist.get_rank()
+        profile = StepProfile(train.profile, self.engine, folder, step=profiled, rank=rank)
+        reports = self._reports_first_step(profiled)
+        report = StepProfile("report" if reports else "none", self.engine, folder, step=self.start, rank=rank)
         with (
-            signals(caught), closing(bar), nullcontext() if metrics is None else closing(metrics), self._told_if_it_fails(profile)
+            signals(caught), closing(bar), nullcontext() if metrics is None else closing(metrics),
+            self._told_if_it_fails(profile), self._told_if_it_fails(report),
         ):
             for batch in self.handle.shard(self.batches, accumulation=train.accumulation):
                 step = self.start + len(losses)
                 if micro == 0:
                     profile.start(step)
+                    report.start(step)
                 self._set_learning_rate(learning_rate(step, train))
                 loss = self.handle.loss(self.engine, batch)
                 self.engine.backward(loss)
@@ -235,7 +240,7 @@ class Trainer:
                     continue
                 self._tell(profile.stop(step))
                 if step == self.start:
-                    self._tell(memory_report.summary(self.engine))
+                    self._tell(report.stop(step) if reports else memory_report.summary(self.engine))
                 on_host = self.stack.end_step()
                 spent = time.perf_counter() - started
                 record = {
@@ -265,6 +270,11 @@ class Trainer:
                 total, micro, started = 0.0, 0, time.perf_counter()
         self.closing_report = self.handle.closing_report()
         return losses
+
+    def _reports_first_step(self, profiled: int) -> bool:
+        """Whether this process records the memory of its first step; not where that is the step to profile."""
+        wanted = self.config.train.memory_report == "first_step" and self.is_main and self.handle.device.type == "cuda"
+        return wanted and (self.config.train.profile == "none" or profiled != self.start)
 
     def _tell(self, text: str | None) -> None:
         if self.is_main and text is not None:
