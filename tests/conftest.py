@@ -3,11 +3,15 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Where there is a GPU, its tests and the processes that they start are DeepSpeed's users too.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from tests.world import Worlds
 

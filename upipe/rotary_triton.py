@@ -21,6 +21,9 @@ from upipe import rotary
 WIDEST: tl.constexpr = tl.constexpr(8192)
 """Of a wider tile a thread has no registers for the norm's weight beside the rest, and reads it again for each row."""
 
+SUM_ROWS, COLUMNS = 256, 16
+"""Tile of `_add_sums`: 64 bytes of a row; with few columns there are programs enough for narrow heads too."""
+
 
 @triton.jit(do_not_specialize=["rows"])
 def _finish(
@@ -175,6 +178,20 @@ def _unfinish(
             tl.store(mine + j, tl.sum(sum_c, axis=0, keep_dims=True), mask=j < D)
 
 
+@triton.jit(do_not_specialize=["programs"])
+def _add_sums(
+    partial, weight_grad, weight_grad_d, programs, turns: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """weight_grad [D] += the sum of partial [programs, D], in an order of its own; torch's sum would take up to twice its bytes."""
+    i = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for turn in range(turns):
+        row = turn * ROWS + tl.arange(0, ROWS)[:, None]
+        total += tl.load(partial + row * D + i[None, :], mask=(row < programs) & (i < D)[None, :], other=0.0)
+    at = weight_grad + i * weight_grad_d
+    tl.store(at, tl.load(at, mask=i < D, other=0.0) + tl.sum(total, axis=0), mask=i < D)
+
+
 INTERPRETED = not isinstance(_finish, triton.runtime.JITFunction)
 
 
@@ -209,7 +226,8 @@ def unfinish(grad, cos, sin, out, raw, weight, eps, weight_grad) -> None:
             *_table(cos), *_table(sin), rows, eps, blocks, **tiles, num_warps=_warps(tiles),
         )
         if weight_grad is not None:
-            weight_grad += partial.sum(0)
+            turns = triton.next_power_of_2(triton.cdiv(programs, SUM_ROWS))  # each is compiled
+            _add_sums[(triton.cdiv(d, COLUMNS),)](partial, weight_grad, weight_grad.stride(0), programs, turns, d, SUM_ROWS, COLUMNS)
 
 
 def _tiles(x, cos, out, changed: bool) -> dict:
