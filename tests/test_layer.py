@@ -675,19 +675,20 @@ def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")(test))
 
 
-def gpu_layer(tokens, hidden=2048, heads=16, kv_heads=4, width=5632, mlp_tokens=MLP_TOKENS, **modes):
+def gpu_layer(tokens, hidden=2048, heads=16, kv_heads=4, width=5632, mlp_tokens=MLP_TOKENS, head_dim=None, **modes):
     """A Llama layer in bf16 on a GPU, P = 1: the function, the plain layer, cos, sin, positions."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=hidden, intermediate_size=width, num_attention_heads=heads, num_key_value_heads=kv_heads,
+    d = head_dim or hidden // heads
+    config = LlamaConfig(hidden_size=hidden, intermediate_size=width, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=d,
                          attn_implementation="sdpa", max_position_embeddings=tokens)
     layer = LlamaDecoderLayer(config, 0).to("cuda", torch.bfloat16).train()
     positions = torch.arange(tokens, device="cuda")[None]
     cos, sin = LlamaRotaryEmbedding(config).cuda()(layer.mlp.up_proj.weight, positions)
-    block = BlockSpec(HeadSchedule(heads, kv_heads, 1), rank=0, group=None, head_dim=hidden // heads, scale=(hidden // heads) ** -0.5,
-                      kernel=select("auto", Case.of(cos, hidden // heads)), **modes)
+    block = BlockSpec(HeadSchedule(heads, kv_heads, 1), rank=0, group=None, head_dim=d, scale=d**-0.5,
+                      kernel=select("auto", Case.of(cos, d)), **modes)
     spec = LayerSpec(block, layer.mlp.act_fn, config.rms_norm_eps, config.rms_norm_eps, mlp_tokens)
     architecture = models.of_model_type("llama")
     return lambda x: decoder_layer(x, weights_of(layer, architecture), cos, sin, spec), layer, cos, sin, positions, spec
@@ -758,3 +759,28 @@ def test_peak_on_a_gpu_is_the_counted_one(preset):
     measured = torch.cuda.max_memory_allocated() - others
     counted = live_layer.layer_peaks(tokens, 1, kernel=kernel, **LLAMA, **modes)["backward"][0]
     assert 0.85 * counted <= measured <= 1.05 * counted, (measured / 2**30, counted / 2**30)
+
+
+@on_gpu
+def test_T43_more_than_2_to_the_31_elements():
+    """270,336 tokens of width 8192 and two narrow heads, against the plain layer: outputs and gradients of rows at both ends and
+    around element 2**31, and of the weights."""
+    tokens, hidden = 270336, 8192
+    function, layer, cos, sin, positions, spec = gpu_layer(tokens, hidden, 2, 1, 1024, head_dim=128)
+    x = torch.randn(1, tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    assert x.numel() > 2**31
+    probes = [slice(0, 200), slice(2**31 // hidden - 100, 2**31 // hidden + 100), slice(tokens - 200, tokens)]
+    found = {}
+    for name in ("ours", "plain"):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf) if name == "ours" else layer(leaf, position_ids=positions, position_embeddings=(cos, sin))
+        rows = [y.detach()[:, probe].clone() for probe in probes]
+        Own.apply(y).backward(x.flip(-1))
+        del y
+        rows += [leaf.grad[:, probe].clone() for probe in probes]
+        found[name] = rows + [p.grad.clone() for p in layer.parameters()]
+        leaf = leaf.grad = None
+        layer.zero_grad()
+    parts = [f"{what} of rows from {probe.start}" for what in ("output", "gradient") for probe in probes]
+    for part, ours, plain in zip(parts + [name for name, _ in layer.named_parameters()], found["ours"], found["plain"], strict=True):
+        assert relative_error(ours, plain) <= 2e-2, part

@@ -293,3 +293,33 @@ def test_peak_on_a_gpu():
     tiled_loss_sum(hidden[None], weight, labels, tile_tokens=tile).backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert peak <= 1.1 * (tile * V * 6 + N * D * 2 + V * D * 4), peak
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("reuse", [False, True], ids=["new gradient", "over hidden"])
+def test_T43_more_than_2_to_the_31_elements(reuse):
+    """655,360 tokens of width 4096: the sum of the losses of short inputs, and their gradients."""
+    N, D, V, step = 655360, 4096, 512, 65536
+    hidden = torch.randn(1, N, D, device="cuda", dtype=torch.bfloat16)
+    weight = (0.02 * torch.randn(V, D, device="cuda", dtype=torch.bfloat16)).requires_grad_()
+    labels = torch.randint(0, V, (1, N), device="cuda")
+    labels[:, ::3] = -100
+    probes = [slice(0, 200), slice(2**31 // D - 100, 2**31 // D + 100), slice(N - 200, N)]
+    want, of_weight, of_rows = 0.0, torch.zeros(V, D, device="cuda"), {}
+    for first in range(0, N, step):
+        part = hidden[:, first : first + step].clone().requires_grad_()
+        value = definition((part @ weight.T).float(), labels[:, first : first + step])
+        grads = grads_of(value, (part, weight), 1.0)
+        want, of_weight = want + float(value), of_weight + grads[1]
+        for probe in probes:
+            if first <= probe.start < probe.stop <= first + step:
+                of_rows[probe.start] = grads[0][:, probe.start - first : probe.stop - first].clone()
+    leaf = hidden.requires_grad_()
+    got = tiled_loss_sum(leaf * 1 if reuse else leaf, weight, labels, reuse_hidden=reuse)
+    gradients = grads_of(got, (leaf, weight), 1.0)
+    assert_close("loss", got, torch.tensor(want, device="cuda"), 1e-4)
+    assert_close("weight", gradients[1], of_weight, 1e-2)
+    assert of_rows.keys() == {probe.start for probe in probes}
+    for probe in probes:
+        assert_close(f"rows from {probe.start}", gradients[0][:, probe], of_rows[probe.start], 1e-2)
