@@ -196,6 +196,14 @@ def bar(axis: Axes, place: float, row: Row, more: str = "") -> None:
     axis.annotate(text, (row.value or 0.0, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5)
 
 
+def row_title(axis: Axes, place: float, text: str) -> None:
+    """A title above a group of horizontal bars, at the left edge of the axis, over whatever lies to its right."""
+    axis.text(
+        0.0, place, text, transform=axis.get_yaxis_transform(), fontsize=8, fontweight="bold", va="center", in_layout=False,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+    )  # fmt: skip
+
+
 def nothing(axis: Axes, what: str = NOTHING) -> None:
     """An empty panel that says so."""
     axis.set_axis_off()

@@ -160,7 +160,7 @@ def draw_2gpu(found: list[Row]) -> Figure:
         file, run = sweep.split(".jsonl, ")
         title = f"{PUBLISHED[model][2]}, {layers} of {PUBLISHED[model][1]} layers, {format_tokens(tokens)} tokens, {gpus} × {gpu}"
         title += f" ({file}, …{run[-6:]})"
-        left.text(0.0, place, title, transform=left.get_yaxis_transform(), fontsize=8, fontweight="bold", va="center", in_layout=False)
+        style.row_title(left, place, title)
         place += 1
         for same in grouped(mine, lambda r: (r.mark, r.series)).values():
             ticks.append((place, style.name(same[0])))

@@ -104,7 +104,7 @@ def _at_1m(axes: Any, groups: dict[tuple, list[Row]]) -> None:
     for (model, layers, gpus, gpu, tokens), mine in groups.items():
         deep = f", {layers} layers" if layers is not None else ""
         title = f"{NAMES.get(model, model)}{deep}, {format_tokens(tokens)} tokens, {gpus} × {gpu}"
-        left.text(0.0, place, title, transform=left.get_yaxis_transform(), fontsize=8, fontweight="bold", va="center", in_layout=False)
+        style.row_title(left, place, title)
         place += 1
         for same in _bars_of(mine):
             ticks.append((place, f"{same[0].method}, reported" if same[0].mark == "reported" else style.label(same[0])))
