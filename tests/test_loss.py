@@ -280,9 +280,9 @@ def test_on_a_gpu_in_bf16(terms, implementation):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_peak_on_a_gpu():
+@pytest.mark.parametrize("N,D,V,tile", [(16384, 1024, 32768, 1024), (8192, 2048, 248320, 512)], ids=["", "T30"])
+def test_peak_on_a_gpu(N, D, V, tile):
     """One tile of logits in fp32 and bf16 (and a few rows' worth), the gradient of hidden, and the sum for the weight."""
-    N, D, V, tile = 16384, 1024, 32768, 1024
     hidden, weight = (torch.randn(n, D, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (N, V))
     labels = torch.randint(0, V, (1, N), device="cuda")
     tiled_loss_sum(hidden[None], weight, labels, tile_tokens=tile).backward()

@@ -6,12 +6,16 @@ test_loss.py (`deepspeed_defect`).
 """
 
 import copy
+import functools
+import math
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import upipe
 from tests.plain import assert_close, data_of, plain_step, relative_error, tiny_model
@@ -670,6 +674,24 @@ def test_peak_of_the_mlp_on_a_gpu():
     out.backward(grad)
     backward = torch.cuda.max_memory_allocated() - before
     assert backward <= 1.05 * (2 * 2 * N * D + 10 * 2 * tile * width + 3 * D * width * (4 + 2)), backward
+
+
+@on_gpu
+def test_T29_tiles_cost_no_time_on_a_gpu():
+    """512K tokens of width 2048, beside the module under checkpointing, which recomputes as tiles do."""
+    module, x = llama_mlp(2048, 8192), torch.randn(1, 524288, 2048, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    grad, best = torch.randn_like(x), {}
+    whole = functools.partial(checkpoint, module, use_reentrant=False)
+    for _ in range(3):  # in turn, the first warms up
+        for name, call in (("tiled", functools.partial(tiled_mlp, mlp=module)), ("whole", whole)):
+            x.grad = None
+            module.zero_grad()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            call(x).backward(grad)
+            torch.cuda.synchronize()
+            best[name] = min(best.get(name, math.inf), time.perf_counter() - began)
+    assert best["tiled"] <= 1.1 * best["whole"], best
 
 
 @on_gpu
