@@ -1,10 +1,13 @@
 """The generator of the exactness grid covers what it says."""
 
 import itertools
+import math
+import random
 
 import pytest
 
-from tests.pairwise import pairwise
+from tests import test_exactness_grid, test_hybrid, test_stack, test_zoo
+from tests.pairwise import further, pairwise
 
 
 @pytest.mark.parametrize("factors", [
@@ -30,3 +33,22 @@ def test_same_seed_same_cases():
 def test_unsatisfiable_pair_is_an_error():
     with pytest.raises(ValueError, match="no allowed case"):
         pairwise({"a": (1, 2), "b": (1, 2)}, allowed=lambda case: case["a"] == 1)
+
+
+def triples(cases):
+    """Those of values of different factors that meet."""
+    return {triple for case in cases for triple in itertools.combinations(sorted(case.items()), 3)}
+
+
+@pytest.mark.parametrize("module, count, share", [
+    (test_exactness_grid, 120, 0.975), (test_stack, 110, 0.99), (test_zoo, 80, 0.8), (test_hybrid, 80, 0.9),
+], ids=lambda value: getattr(value, "__name__", None))
+def test_further_cases_have_more_triples_than_random_ones(module, count, share):
+    """With those for pairs, as many as a grid's slow ones have this share of all triples, and more than half as many again at random."""
+    factors, rng = module.FACTORS, random.Random(0)
+    more = further(factors, count, module.CASES)
+    assert more == further(factors, count, module.CASES) and len(more) == count
+    drawn = [{name: rng.choice(values) for name, values in factors.items()} for _ in range(3 * count // 2)]
+    found = triples(module.CASES + more)
+    every = sum(math.prod(len(factors[name]) for name in names) for names in itertools.combinations(factors, 3))
+    assert len(found) >= share * every and len(found) > len(triples(module.CASES + drawn))
