@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests import test_exactness_grid, test_hybrid, test_stack, test_zoo
-from tests.pairwise import further, pairwise
+from tests.pairwise import further, half, pairwise
 
 
 @pytest.mark.parametrize("factors", [
@@ -52,3 +52,13 @@ def test_further_cases_have_more_triples_than_random_ones(module, count, share):
     found = triples(module.CASES + more)
     every = sum(math.prod(len(factors[name]) for name in names) for names in itertools.combinations(factors, 3))
     assert len(found) >= share * every and len(found) > len(triples(module.CASES + drawn))
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 3), (4, 4, 3, 2), (2, 4, 2, 3)])
+def test_half_of_a_product_has_all_of_any_factors_but_one(sizes):
+    factors = {str(i): tuple(range(size)) for i, size in enumerate(sizes)}
+    cases = half(**factors)
+    assert len(cases) == len(set(cases)) == math.prod(sizes) / 2
+    for left_out in range(len(sizes)):
+        met = {case[:left_out] + case[left_out + 1 :] for case in cases}
+        assert len(met) == math.prod(sizes) / sizes[left_out]
