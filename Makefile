@@ -38,7 +38,7 @@ test-all: $(TEST_INSTALLED)  ## every test but test-mutations, GPU tests where t
 	$(PY) -m pytest -m "not mutation$(NOT_GPU)"
 
 test-mutations: export OMP_NUM_THREADS = 1
-test-mutations: $(TEST_INSTALLED)  ## put faults into the source, one at a time, and see that tests fail (at most 15 minutes)
+test-mutations: $(TEST_INSTALLED)  ## put faults into the source, one at a time, and see that tests fail (at most 10 minutes)
 	$(PY) -m pytest -m mutation
 
 lint: $(TEST_INSTALLED)  ## ruff
