@@ -31,7 +31,7 @@ demo: $(INSTALLED)  ## train a small Llama on a book with two processes, then ch
 
 test: export OMP_NUM_THREADS = 1
 test: $(TEST_INSTALLED)  ## the tests that CI runs (at most 15 minutes on 2 cores)
-	$(PY) -m pytest -m "not slow and not mutation and not gpu"
+	$(PY) -m pytest -m "not slow and not gpu"
 
 test-all: export OMP_NUM_THREADS = 1
 test-all: $(TEST_INSTALLED)  ## every test but test-mutations, GPU tests where there is a GPU (at most 60 minutes)

@@ -108,6 +108,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_noticed(tmp_path, name):
