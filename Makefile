@@ -15,13 +15,13 @@ TEST_INSTALLED := $(VENV)/.installed-test
 endif
 
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-NOT_GPU := $(if $(filter 0,$(HAS_GPU)),not gpu)
+NOT_GPU := $(if $(filter 0,$(HAS_GPU)), and not gpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint
+.PHONY: help venv demo test test-all test-mutations lint
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 	@echo 'VENV=0 uses the interpreter at hand and installs nothing, e.g. make demo VENV=0'
 
 venv: $(INSTALLED)  ## make .venv and install the pinned requirements (CPU torch where there is no GPU)
@@ -34,8 +34,12 @@ test: $(TEST_INSTALLED)  ## the tests that CI runs (at most 15 minutes on 2 core
 	$(PY) -m pytest -m "not slow and not gpu"
 
 test-all: export OMP_NUM_THREADS = 1
-test-all: $(TEST_INSTALLED)  ## every test, GPU tests where there is a GPU (at most 60 minutes)
-	$(PY) -m pytest -m "$(NOT_GPU)"
+test-all: $(TEST_INSTALLED)  ## every test but test-mutations, GPU tests where there is a GPU (at most 60 minutes)
+	$(PY) -m pytest -m "not mutation$(NOT_GPU)"
+
+test-mutations: export OMP_NUM_THREADS = 1
+test-mutations: $(TEST_INSTALLED)  ## put faults into the source, one at a time, and see that tests fail (at most 10 minutes)
+	$(PY) -m pytest -m mutation
 
 lint: $(TEST_INSTALLED)  ## ruff
 	$(PY) -m ruff check upipe tests experiments

@@ -1,10 +1,8 @@
 """Ring x Ulysses x data through the product: sharded equals plain Hugging Face in logits, loss and every gradient, fp32, 1e-5.
 
 Real gloo ranks. The default cases cover every pair of values of every two factors, in a world of 4 (ring 2 alone leaves two
-data-parallel groups); `slow` adds a sample of the whole product, eight ranks, and an odd Ulysses degree.
+data-parallel groups); `slow` adds cases of the whole product, eight ranks, and an odd Ulysses degree.
 """
-
-import random
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 
 import upipe
 from tests import training
-from tests.pairwise import every_value, pairwise
+from tests.pairwise import every_value, further, pairwise
 from tests.plain import SEQUENCES, assert_close, batch_of, data_of, plain_step, tiny_model
 from tests.sharded import OWN_CHECKPOINTING, assert_equal_to_plain, sharded
 from tests.test_exactness_grid import stage_width
@@ -33,11 +31,6 @@ FACTORS = {
     "sequence": SEQUENCES,
     "checkpointing": (None, "non-reentrant", *OWN_CHECKPOINTING),
 }
-
-
-def sample(count, seed):
-    rng, factors = random.Random(seed), FACTORS | {"checkpointing": (*FACTORS["checkpointing"], "reentrant")}
-    return [{name: rng.choice(values) for name, values in factors.items()} for _ in range(count)]
 
 
 def name_of(case):
@@ -63,13 +56,17 @@ def check(case):
         assert {schedule.ranks for schedule in handle._sharding.schedules.values()} == {ulysses}
 
 
-@pytest.mark.parametrize("case", every_value(pairwise(FACTORS)), ids=name_of)
+CASES = pairwise(FACTORS)
+
+
+@pytest.mark.parametrize("case", every_value(CASES), ids=name_of)
 def test_hybrid_grid(worlds, case):
     worlds(4).run(check, case=case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sample(120, seed=6), ids=name_of)
+@pytest.mark.parametrize("case", further(FACTORS | {"checkpointing": (*FACTORS["checkpointing"], "reentrant")}, 80, CASES, seed=6),
+                         ids=name_of)
 def test_hybrid_grid_sample(worlds, case):
     worlds(4).run(check, case=case)
 

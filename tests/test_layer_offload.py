@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import upipe
 from experiments import live_layer
+from tests.pairwise import half
 from tests.plain import assert_close, data_of, plain_step, tiny_model
 from tests.sharded import ds_config
 from tests.test_layer import CASES, LLAMA, Own, check, gpu_layer, on_gpu, one_layer
@@ -130,10 +131,11 @@ def test_steps_against_the_plain_model_and_without(worlds, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("offload", ["pinned", "pageable"])
-@pytest.mark.parametrize("sp, pairs, outputs", [(4, 0, 0), (2, 2, 2), (1, 0, 4)])
-def test_the_rest_of_the_grid(worlds, zero, offload, sp, pairs, outputs):
+@pytest.mark.parametrize("zero, offload, what", half(
+    zero=(0, 1, 2, 3), offload=("pinned", "pageable"), what=((4, 0, 0), (2, 2, 2), (1, 0, 4)),
+))
+def test_the_rest_of_the_grid(worlds, zero, offload, what):
+    sp, pairs, outputs = what
     worlds(4).run(steps, zero=zero, offload=offload, sp=sp, pairs=pairs, outputs=outputs, accumulation=1 + zero % 2, overlap=bool(zero % 2))
 
 

@@ -109,6 +109,7 @@ MUTATIONS = {
 
 
 @pytest.mark.slow
+@pytest.mark.mutation
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_noticed(tmp_path, name):
     module, before, after, tests = MUTATIONS[name]
@@ -119,7 +120,7 @@ def test_mutation_is_noticed(tmp_path, name):
     source = path.read_text()
     assert source.count(before) == 1, f"{module} no longer has this line once: {before}"
     path.write_text(source.replace(before, after))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], cwd=tmp_path,
                           env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1 and " failed" in done.stdout, f"not noticed (exit {done.returncode}):\n{done.stdout[-2000:]}"

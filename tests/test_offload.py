@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
+from tests.pairwise import half
 from tests.plain import assert_close, data_of, plain_step, tiny_model
 from tests.sharded import assert_equal_to_plain, ds_config, sharded
 from upipe import PreflightError, host
@@ -703,10 +704,9 @@ def test_deepspeed(worlds, kind, stage, accumulation, offload):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", MODES)
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind, stage, accumulation, offload", half(
+    kind=("llama", "qwen3"), stage=(0, 1, 2, 3), accumulation=(1, 3), offload=tuple(MODES),
+))
 def test_deepspeed_grid(worlds, kind, stage, accumulation, offload):
     worlds(4).run(_deepspeed, kind=kind, stage=stage, accumulation=accumulation, offload=offload, prefetch=accumulation == 1)
 

@@ -1,10 +1,13 @@
 """The generator of the exactness grid covers what it says."""
 
 import itertools
+import math
+import random
 
 import pytest
 
-from tests.pairwise import pairwise
+from tests import test_exactness_grid, test_hybrid, test_stack, test_zoo
+from tests.pairwise import further, half, pairwise
 
 
 @pytest.mark.parametrize("factors", [
@@ -30,3 +33,32 @@ def test_same_seed_same_cases():
 def test_unsatisfiable_pair_is_an_error():
     with pytest.raises(ValueError, match="no allowed case"):
         pairwise({"a": (1, 2), "b": (1, 2)}, allowed=lambda case: case["a"] == 1)
+
+
+def triples(cases):
+    """Those of values of different factors that meet."""
+    return {triple for case in cases for triple in itertools.combinations(sorted(case.items()), 3)}
+
+
+@pytest.mark.parametrize("module, count, share", [
+    (test_exactness_grid, 120, 0.975), (test_stack, 110, 0.99), (test_zoo, 80, 0.8), (test_hybrid, 80, 0.9),
+], ids=lambda value: getattr(value, "__name__", None))
+def test_further_cases_have_more_triples_than_random_ones(module, count, share):
+    """With those for pairs, as many as a grid's slow ones have this share of all triples, and more than half as many again at random."""
+    factors, rng = module.FACTORS, random.Random(0)
+    more = further(factors, count, module.CASES)
+    assert more == further(factors, count, module.CASES) and len(more) == count
+    drawn = [{name: rng.choice(values) for name, values in factors.items()} for _ in range(3 * count // 2)]
+    found = triples(module.CASES + more)
+    every = sum(math.prod(len(factors[name]) for name in names) for names in itertools.combinations(factors, 3))
+    assert len(found) >= share * every and len(found) > len(triples(module.CASES + drawn))
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 3), (4, 4, 3, 2), (2, 4, 2, 3)])
+def test_half_of_a_product_has_all_of_any_factors_but_one(sizes):
+    factors = {str(i): tuple(range(size)) for i, size in enumerate(sizes)}
+    cases = half(**factors)
+    assert len(cases) == len(set(cases)) == math.prod(sizes) / 2
+    for left_out in range(len(sizes)):
+        met = {case[:left_out] + case[left_out + 1 :] for case in cases}
+        assert len(met) == math.prod(sizes) / sizes[left_out]

@@ -7,7 +7,6 @@ Real gloo ranks and real copies to host memory. Tiles are of a few tokens, so th
 import contextlib
 import dataclasses
 import importlib
-import random
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,7 +18,7 @@ from transformers import GemmaConfig, LlamaConfig
 
 from experiments import train_point
 from tests import training
-from tests.pairwise import every_value, pairwise
+from tests.pairwise import every_value, further, pairwise
 from tests.plain import SEQUENCES, assert_close, data_of, plain_step, relative_error, shifted, tiny_model
 from tests.sharded import ds_config, gradients
 from upipe import PreflightError, UPipeConfig, host, preflight
@@ -112,11 +111,6 @@ def name_of(case):
     return "-".join(f"{v}" if not isinstance(v, tuple) else "".join(map(str, v)) for v in case.values())
 
 
-def sample(count, seed):
-    rng = random.Random(seed)
-    return [{name: rng.choice(values) for name, values in FACTORS.items()} for _ in range(count)]
-
-
 def check(case):
     """One case, on every rank of a world of 4: one window against the plain model, then what moved."""
     sp, accumulation = case["sp"], case["accumulation"]
@@ -159,7 +153,7 @@ def test_stack_grid(worlds, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sample(200, seed=5), ids=name_of)
+@pytest.mark.parametrize("case", further(FACTORS, 110, CASES, seed=5), ids=name_of)
 def test_stack_grid_sample(worlds, case):
     worlds(4).run(check, case=case)
 

@@ -624,11 +624,7 @@ def _ladder(folder, preset, arguments=()):
     return printed.getvalue(), done
 
 
-SOME = ("plain", "+ tiled MLP", "+ output on host")
-
-
 @pytest.mark.parametrize("ranks,preset,rungs,more", [
-    pytest.param(2, "figure1", SOME, ("--memory-only",), marks=pytest.mark.slow),
     pytest.param(1, "trl", ("plain loss", "+ offload"), ("--kernel", "reference"), marks=pytest.mark.slow),
     pytest.param(2, "figure1", None, ("--memory-only",), marks=pytest.mark.slow),
     pytest.param(1, "trl", None, ("--memory-only",), marks=pytest.mark.slow),

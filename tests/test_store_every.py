@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import upipe
+from tests.pairwise import half
 from tests.plain import assert_close, data_of, plain_step, tiny_model
 from tests.sharded import ds_config
 from tests.test_offload import MODES, assert_same, checkpointed, config, gradients, ids_of, loss_of, model_of
@@ -109,11 +110,12 @@ def test_against_the_plain_model_and_without(worlds, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("offload", ["pinned", "pageable", "none"])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("sp, pairs, outputs, sequence", [(4, 2, 2, "odd"), (2, 1, 4, "batch2"), (1, 2, 0, "padded"), (4, 1, 1, "packed")])
-def test_the_rest_of_the_grid(worlds, zero, offload, fused, sp, pairs, outputs, sequence):
+@pytest.mark.parametrize("zero, offload, fused, what", half(
+    zero=(0, 1, 2, 3), offload=("pinned", "pageable", "none"), fused=(False, True),
+    what=((4, 2, 2, "odd"), (2, 1, 4, "batch2"), (1, 2, 0, "padded"), (4, 1, 1, "packed")),
+))
+def test_the_rest_of_the_grid(worlds, zero, offload, fused, what):
+    sp, pairs, outputs, sequence = what
     worlds(4).run(check, zero=zero, offload=offload, fused=fused, sp=sp, pairs=pairs, outputs=outputs, sequence=sequence,
                   accumulation=1 + zero % 2)  # fmt: skip
 

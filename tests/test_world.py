@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.world import MOST_GROUPS, RankFailure, RankTimeout, World
+from tests.world import MOST_THREADS, RankFailure, RankTimeout, World
 
 
 def identity():
@@ -71,17 +71,25 @@ def test_a_death_is_reported(world):
     assert world.run(total, value=1) == [3.0, 3.0]
 
 
-def leave_groups(count):
+HELD = []
+
+
+def leave_groups(count, destroy):
     for _ in range(count):
-        dist.new_group([0, 1])
+        HELD.append(dist.new_group([0, 1]))
+        if destroy:
+            dist.destroy_process_group(HELD[-1])
 
 
-def test_a_world_with_many_groups_left_behind_is_started_anew(world):
+@pytest.mark.parametrize("destroy", [False, True])
+def test_a_world_of_many_threads_is_started_anew(world, destroy):
+    """Gloo's, of groups that were left behind and of those that were destroyed but are still held."""
     before = world.run(identity)
-    world.run(leave_groups, count=2)
+    few = world.threads
+    world.run(leave_groups, count=2, destroy=destroy)
     world.retire()
-    assert world.run(identity) == before and world.groups == 3
-    world.run(leave_groups, count=MOST_GROUPS)
+    assert world.run(identity) == before and few < world.threads < MOST_THREADS
+    world.run(leave_groups, count=MOST_THREADS // 2, destroy=destroy)
     world.retire()
     after = world.run(identity)
-    assert world.groups == 1 and [pid for *_, pid in after] != [pid for *_, pid in before]
+    assert world.threads == few and [pid for *_, pid in after] != [pid for *_, pid in before]

@@ -1,13 +1,11 @@
 """The model zoo: every served architecture, sharded, equals plain Hugging Face in double precision at 1e-5."""
 
-import random
-
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 
-from tests.pairwise import every_value, pairwise
+from tests.pairwise import every_value, further, pairwise
 from tests.plain import SEQUENCES, data_of, plain_step, randomise
 from tests.sharded import assert_equal_to_plain, sharded
 from upipe import models
@@ -72,18 +70,16 @@ def name_of(case):
     return "-".join(str(v).replace(" ", "") for v in case.values())
 
 
-@pytest.mark.parametrize("case", every_value(pairwise({**FACTORS, "zero": (0, 3)})), ids=name_of)
+CASES = pairwise({**FACTORS, "zero": (0, 3)})
+
+
+@pytest.mark.parametrize("case", every_value(CASES), ids=name_of)
 def test_zoo(worlds, case):
     worlds(4).run(check, **case)
 
 
-def sample(count, seed):
-    rng = random.Random(seed)
-    return [{name: rng.choice(values) for name, values in FACTORS.items()} for _ in range(count)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sample(120, seed=2), ids=name_of)
+@pytest.mark.parametrize("case", further(FACTORS, 80, CASES, seed=2), ids=name_of)
 def test_zoo_sample(worlds, case):
     worlds(4).run(check, **case)
 

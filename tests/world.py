@@ -9,8 +9,9 @@ raises `RankTimeout` with every rank's stack. Either ends the processes, so the 
 starts in a fresh world: a failed case cannot poison a later one.
 
 Processes are forked from a server that has imported torch, transformers and DeepSpeed once;
-a world costs about a second. Gloo's threads of a process group wake a hundred times a second for as long as it lives, and most
-cases leave theirs behind: `retire` ends a world of too many, so that they do not take the machine from those that follow.
+a world costs about a second. Gloo's threads of a process group wake a hundred times a second for as long as
+anything holds the group, destroyed or not, and most cases leave some behind: `retire` ends a world of too many, so that they do not
+take the machine from those that follow.
 """
 
 import faulthandler
@@ -24,6 +25,8 @@ import time
 import traceback
 from multiprocessing import connection
 
+import psutil
+
 PRELOAD = ["torch", "transformers", "transformers.models.llama.modeling_llama",
            "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3",
            "deepspeed", "deepspeed.runtime.sequence_parallel.ulysses_sp"]
@@ -31,7 +34,7 @@ ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
                "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 GRACE_S = 3.0         # for the other ranks, once one has failed
 START_S = 120.0       # for a world to start, imports included
-MOST_GROUPS = 24      # process groups that a rank may have left behind
+MOST_THREADS = 200    # of a rank, three a process group: with 800 a case takes half as long again
 
 
 class RankFailure(AssertionError):
@@ -80,7 +83,7 @@ def _rank_main(rank, size, port, pipe, log_path):
         except BaseException:
             message = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(message)
-        pipe.send_bytes(pickle.dumps(len(torch.distributed.distributed_c10d._world.pg_map)))
+        pipe.send_bytes(pickle.dumps(psutil.Process().num_threads()))
 
 
 class World:
@@ -90,7 +93,7 @@ class World:
         self.size = size
         self._ranks = []
         self._folder = None
-        self.groups = 0
+        self.threads = 0
 
     def run(self, function, timeout=120.0, **kwargs):
         """`function(**kwargs)` on every rank; returns the list of results in rank order."""
@@ -100,12 +103,12 @@ class World:
         for _, pipe in self._ranks:
             pipe.send_bytes(request)
         results = self._collect(timeout, f"{function.__module__}.{function.__qualname__}")
-        self.groups = max(pickle.loads(pipe.recv_bytes()) for _, pipe in self._ranks)
+        self.threads = max(pickle.loads(pipe.recv_bytes()) for _, pipe in self._ranks)
         return results
 
     def retire(self):
-        """End the processes if they hold more process groups than `MOST_GROUPS`."""
-        if self.groups > MOST_GROUPS:
+        """End the processes if they have more threads than `MOST_THREADS`."""
+        if self.threads > MOST_THREADS:
             self.close()
 
     def _start(self):
@@ -197,7 +200,7 @@ class World:
             process.kill()
         for process, _ in self._ranks:
             process.join(10.0)
-        self._ranks, self.groups = [], 0
+        self._ranks, self.threads = [], 0
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
