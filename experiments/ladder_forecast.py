@@ -28,6 +28,7 @@ from experiments import forecast, points
 from experiments.alst import UlyssesAttention
 from experiments.stack import DX
 from experiments.stack_methods import METHODS, MODELS, Setting
+from experiments.table import supersedes
 from upipe import plan, simulate
 from upipe.config import ConfigError, from_mapping
 from upipe.methods.apply import MethodSharding
@@ -202,14 +203,18 @@ def record_of(options: argparse.Namespace, rung: Any, setting: Setting, at: Need
 
 
 def beside(said: list[dict[str, Any]], measured: list[dict[str, Any]]) -> list[list[str]]:
-    """A table's rows: forecasts, and what a search of the same preset, model, layers and cap found, the last by lever.
+    """A table's rows: forecasts, and what a search of the same preset, model, layers and cap found, the last by lever that `supersedes`.
 
     Where a search was cut off, what it found is the least that the length can be, and no difference is told unless the forecast is
     below it.
     """
     rows = [["lever", "predicted", "of a first step", "measured", "off", "forecast"]]
     same = ("preset", "rung", "model", "layers", "cap_gib")
-    last = {tuple(r[name] for name in same): r for r in measured if r["longest_tokens"] or r["search_complete"]}
+    last: dict[tuple, dict[str, Any]] = {}
+    for r in measured:
+        key = tuple(r[name] for name in same)
+        if (r["longest_tokens"] or r["search_complete"]) and (key not in last or supersedes(r, last[key])):
+            last[key] = r
     for r in said:
         true, first = last.get(tuple(r[name] for name in same)), r["longest_first_step_tokens"]
         cells = [r["rung"], format_tokens(r["longest_tokens"]), "" if first is None else format_tokens(first)]

@@ -14,6 +14,7 @@ from PIL import Image
 from experiments import figures, points
 from experiments.figures import __main__ as command
 from experiments.figures import breakdown, claims, multinode, notebooks, planner, results, throughput, trl, values
+from experiments.table import supersedes
 from upipe import parts, profiling, records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -387,6 +388,15 @@ def test_a_search_that_was_cut_off_is_not_drawn_as_a_limit(folder, sources):
     texts = [text.get_text() for axis in figure.axes for text in axis.texts]
     assert "256K or more: the search was cut off" in texts and "OOM" not in texts
     assert "some 256K or more (the search was cut off)" in claims.eightfold(added(folder, []))[1]
+
+
+def test_a_search_that_was_cut_off_leaves_a_finished_one_its_place():
+    done = {"search_complete": True, "optimizer": "adamw", "moments_before": True, "time_s": None}
+    cut = done | {"search_complete": False, "cut_off": "--time-limit"}
+    assert supersedes(done, cut) and supersedes(cut, cut) and not supersedes(cut, done)
+    # What a first step fits is another search with Adam, and none without an optimizer.
+    assert supersedes(cut, done | {"moments_before": None})
+    assert not supersedes(cut | {"optimizer": "none"}, done | {"optimizer": "none", "moments_before": None})
 
 
 def added(folder, found):

@@ -779,7 +779,7 @@ def test_T43_more_than_2_to_the_31_elements():
         del y
         rows += [leaf.grad[:, probe].clone() for probe in probes]
         found[name] = rows + [p.grad.clone() for p in layer.parameters()]
-        leaf = leaf.grad = None
+        del leaf
         layer.zero_grad()
     parts = [f"{what} of rows from {probe.start}" for what in ("output", "gradient") for probe in probes]
     for part, ours, plain in zip(parts + [name for name, _ in layer.named_parameters()], found["ours"], found["plain"], strict=True):
