@@ -177,9 +177,15 @@ def test_the_curve_over_two_nodes_is_of_two_nodes_and_one_model(sources):
     assert [text.split(":")[0] for text in said] == [f"*predicted* {length}" for length in ("512K", "2M", "4M", "6M", "8M")]
 
 
+def profiled_at_512k(sources):
+    """Records of whole models whose profile names no parts."""
+    at = [r for r in sources.every if r["experiment"] == "stack" and r["tokens"] == 2**19 and breakdown._profile(r)]
+    return [r for r in at if not r["trace"].get("parts_ms")]
+
+
 def test_a_breakdown_keeps_profiles_and_compares_within_a_run(folder, sources):
     """A later step without a profile takes no profiled one's place, and each run's steps stand beside its own Ulysses."""
-    (old,) = [r for r in sources.every if r["method"] == "ulysses" and r["tokens"] == 2**19 and breakdown._profile(r)]
+    (old,) = [r for r in profiled_at_512k(sources) if r["method"] == "ulysses"]
     later = old | {"profile": None, "trace": None, "run_id": "later", "date": "2999-01-01T00:00:00Z"}
     found = breakdown.rows(added(folder, [later]))
     runs = {(row.note, values.run_of(row)) for row in found if (row.method, row.tokens) == ("ulysses", 2**19) and "model" in row.setting}
@@ -203,6 +209,10 @@ def test_a_profiled_step_stands_beside_the_same_step_without_the_profiler(source
     figures.style.close(drawn)
     assert sorted(times) == sorted(row.value for row in rows if row.metric == "step_time") and len(times) > 10
     assert breakdown.TIMED in {row.note for row in rows} and not any(breakdown.TIMED in title for title in titles)
+    # A step that was timed under the profiler has no time without it.
+    under = [r for r in profiled_at_512k(sources) if r["first_s"] == r["time_s"]]
+    with_time = {row.source for row in values.pick(rows, metric="step_time")}
+    assert len(under) > 3 and not {values.from_record(r, "step_time").source for r in under} & with_time
 
 
 def test_a_record_without_a_time_is_drawn_by_its_memory(sources, folder):
@@ -562,15 +572,15 @@ def test_every_figure_is_drawn_with_and_without_records(folder, sources, tmp_pat
 
 def test_a_record_with_named_parts_is_drawn_by_them_beside_the_older_ones(folder, sources):
     """In panels of its own, with every part that the profile names told apart by its look."""
-    old = [r for r in sources.every if r["experiment"] == "stack" and r["tokens"] == 2**19 and breakdown._profile(r)]
+    old = profiled_at_512k(sources)
     times = {part: 3.0 + i for i, part in enumerate((*parts.PARTS, profiling.IDLE))}
     trace = {"parts_ms": times, "communication_ms": dict.fromkeys(profiling.COMMUNICATION, 9.0), "window_ms": sum(times.values())}
     new = [json.loads(json.dumps(r)) | {"run_id": "20991231T000000Z-abc123", "date": "2999-01-01T00:00:00Z"} for r in old]
     for record in new:
         record["trace"] |= trace
     before, after = breakdown.rows(sources), breakdown.rows(added(folder, new))
-    mine = [row for row in after if row.note == "step by part"]
-    assert [row for row in after if row.note != "step by part"] == before
+    mine = [row for row in after if row.note == "step by part" and values.run_of(row).endswith("abc123")]
+    assert [row for row in after if row.note != "step by part"] == [row for row in before if row.note != "step by part"]
     by_part = [row for row in mine if row.metric != "step_time"]
     assert len(by_part) == len(old) * len(times) and {row.tokens for row in by_part} == {2**19}
     assert sum(row.value for row in by_part) == pytest.approx(len(old) * trace["window_ms"] / 1e3)

@@ -9,6 +9,7 @@ The profiler slows the host: beside each profiled step stands the time of the re
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -93,8 +94,8 @@ def rows(sources: Sources) -> list[Row]:
         split = {name: time / 1e3 for name, time in parts(profile).items()} if profile else record["parts_s"]
         note = ("step by part" if profile.get("parts_ms") else "profiled step") if profile else TIMED
         whole = from_record(record, "step_time", setting=_setting(record), note=note)
-        if profile and whole.value is not None:
-            found.append(whole)
+        if profile and whole.value is not None and record["time_s"] != record.get("first_s"):
+            found.append(whole)  # the first step, which is profiled, is not the timed one
         found += [dataclasses.replace(whole, metric=name, value=value) for name, value in split.items()]
     return found
 
@@ -113,7 +114,7 @@ def draw(found: list[Row]) -> Figure:
     panels = grouped(pick(found, note=lambda note: note != TIMED), _panel)
     panels = dict(sorted(panels.items(), key=lambda item: (item[0][4], item[0][0], item[0][1] or 0, item[0][5])))
     counts = [len(grouped(mine, lambda r: r.series)) for mine in panels.values()] or [3]
-    figure, axes = style.figure(len(counts), 1, 9, 0.27 * sum(counts) + 1.2 * len(counts), height_ratios=[n + 2.2 for n in counts])
+    figure, axes = style.figure(len(counts), 1, 9, 0.29 * sum(counts) + 1.2 * len(counts), height_ratios=[n + 2.2 for n in counts])
     if not panels:
         style.nothing(axes[0][0])
         return figure
@@ -138,7 +139,7 @@ def draw(found: list[Row]) -> Figure:
                 said += f", {number(step)} s without"
             look = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 7.5}
             axis.annotate(said, (max(left, *(row.value for row in timed), 0.0), place), **look)
-        axis.set_yticks(range(len(bars)), [_label(same[0]) for same in bars.values()])
+        axis.set_yticks(range(len(bars)), [textwrap.fill(_label(same[0]), 38) for same in bars.values()], fontsize=8)
         axis.invert_yaxis()
         axis.set_xlim(0, 1.36 * max(sum(row.value for row in same if row.metric != "step_time") for same in bars.values()))
         axis.grid(axis="y", visible=False)
