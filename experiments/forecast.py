@@ -5,8 +5,8 @@
 
 A forecast is a record of provenance "predicted" in predict_points.jsonl, `of: stack`, with the `point` that the measured record will
 have; the points are those of the script's own commands. Its `constants` is a digest of plan_rates.json, and `engines` says how many
-engines' states are held at once. Judged is a measurement by the last forecast that is older than it; a point measured without one is
-named. Errors are predicted over measured, less one.
+engines' states are held at once. Judged is a measurement by the last forecast that is older than it, for as many engines if there is
+one; a point measured without any is named. Errors are predicted over measured, less one.
 
 peak: above the states that the step begins with, GiB. states: of every engine there is. host: page-locked and ordinary memory of all
 ranks, GiB. time: seconds a step.
@@ -212,9 +212,10 @@ def forecasts_in(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def last_before(record: dict[str, Any], said: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The last forecast of a measured point that is older than the measurement."""
+    """The last forecast of a measured point that is older than the measurement; of those for as many engines, where there are any."""
     before = [r for r in said if r["point"] == record["point"] and r["date"] < record["date"]]
-    return before[-1] if before else None
+    alike = [r for r in before if r.get("engines") == record.get("engines")]
+    return (alike or before)[-1] if before else None
 
 
 def judge(found: list[dict[str, Any]]) -> tuple[list[Judged], list[str]]:

@@ -88,6 +88,12 @@ def made(date, point="a", provenance="measured", **values):
     } | of | values  # fmt: skip
 
 
+def test_a_forecast_for_as_many_engines_goes_before_a_later_one():
+    said = [made(f"2026-01-0{day}", provenance="predicted", engines=engines) for day, engines in ((1, 1), (2, 5), (4, 1))]
+    for engines, date in ((1, "2026-01-01"), (5, "2026-01-02"), (2, "2026-01-02")):
+        assert forecast.last_before(made("2026-01-03", engines=engines), said)["date"] == date
+
+
 def test_only_forecasts_older_than_the_measurement_judge():
     said = [made("2026-01-01", provenance="predicted", time_s=12.0), made("2026-01-03", provenance="predicted", time_s=10.0)]
     (one,), without = forecast.judge([*said, made("2026-01-02"), made("2026-01-02", "b"), made("2025-01-02", "c")])
