@@ -215,7 +215,8 @@ def last_before(record: dict[str, Any], said: list[dict[str, Any]]) -> dict[str,
     """The last forecast of a measured point that is older than the measurement; of those for as many engines, where there are any."""
     before = [r for r in said if r["point"] == record["point"] and r["date"] < record["date"]]
     alike = [r for r in before if r.get("engines") == record.get("engines")]
-    return (alike or before)[-1] if before else None
+    # By date, not by place: a file that is merged in later may have older ones.
+    return sorted(alike or before, key=lambda r: r["date"])[-1] if before else None
 
 
 def judge(found: list[dict[str, Any]]) -> tuple[list[Judged], list[str]]:

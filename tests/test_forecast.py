@@ -94,6 +94,12 @@ def test_a_forecast_for_as_many_engines_goes_before_a_later_one():
         assert forecast.last_before(made("2026-01-03", engines=engines), said)["date"] == date
 
 
+def test_the_last_forecast_is_the_last_by_date():
+    """Not by place: an older file may be merged in later."""
+    said = [made(f"2026-01-0{day}", provenance="predicted") for day in (2, 1)]
+    assert forecast.last_before(made("2026-01-03"), said)["date"] == "2026-01-02"
+
+
 def test_only_forecasts_older_than_the_measurement_judge():
     said = [made("2026-01-01", provenance="predicted", time_s=12.0), made("2026-01-03", provenance="predicted", time_s=10.0)]
     (one,), without = forecast.judge([*said, made("2026-01-02"), made("2026-01-02", "b"), made("2025-01-02", "c")])

@@ -379,6 +379,42 @@ def test_a_step_that_fails_is_reported_too(worlds):
         assert got["by_kind"][SAVED] == LAYERS_N * U and got["phases"] == ["forward"]
 
 
+def test_a_report_that_cannot_be_told_ends_no_training(monkeypatch, tmp_path):
+    """Events that are missing: the first step's report, which nobody asked for, says so; a step's own error is not replaced."""
+    from upipe.profiling import StepProfile
+
+    def missing(*_, **__):
+        raise ValueError("events are missing")
+
+    monkeypatch.setattr(memory_report, "analyse", missing)
+    model = nn.Linear(4, 4)
+
+    def started(mode):
+        profile = StepProfile(mode, model, tmp_path, step=0, rank=0)
+        profile.start(0)
+        model(torch.randn(2, 4)).sum().backward()
+        return profile
+
+    assert started("report").stop(0) == "what the memory of step 0 was for is not told: events are missing"
+    with pytest.raises(ValueError, match="events are missing"):
+        started("memory").stop(0)
+    for mode in ("report", "memory"):
+        profile, error = started(mode), torch.OutOfMemoryError("made up")
+        assert profile.failed(error) is None and "events are missing" in error.__notes__[0]
+
+
+@pytest.mark.parametrize("backend", ["native", "cudaMallocAsync"])
+def test_the_first_step_is_recorded_where_the_allocator_records(monkeypatch, backend):
+    from types import SimpleNamespace
+
+    from upipe.trainer import TrainConfig, Trainer
+
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    device = SimpleNamespace(device=torch.device("cuda", 0))
+    trainer = SimpleNamespace(config=SimpleNamespace(train=TrainConfig()), is_main=True, handle=device, start=0)
+    assert Trainer._reports_first_step(trainer, 1) is (backend == "native")
+
+
 def test_a_report_is_not_read_before_its_step_has_ended():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -737,7 +737,7 @@ class MemoryReport:
 @contextmanager
 def recorded(engine: nn.Module, optimizer: torch.optim.Optimizer | None = None, device: torch.device | None = None):
     """Record the memory of what runs inside, one optimizer step say; yields a `MemoryReport`, filled at the end, also where
-    the step fails.
+    the step fails. ValueError where events are missing; a step that failed keeps its own error, with a note, and has no analysis.
 
     On a GPU: microseconds an allocation, a snapshot of some seconds at the end, and the peak counters start anew. On the CPU
     every operator is watched, several times slower.
@@ -793,8 +793,14 @@ def recorded(engine: nn.Module, optimizer: torch.optim.Optimizer | None = None, 
             tracer.__exit__(None, None, None)
             report._snapshot = tracer.snapshot()
         after, index = _known(engine, optimizer, device), device.index if cuda else 0
-        report.analysis = analyse(report._snapshot, index, before=before, after=after, notes=notes, gradient_sizes=sizes)
         report.host = host_memory(engine, optimizer, device)
+        try:
+            report.analysis = analyse(report._snapshot, index, before=before, after=after, notes=notes, gradient_sizes=sizes)
+        except ValueError as error:
+            if report.error is None:
+                raise
+            # The step's own error goes on: whoever reads it looks for its type (out of memory has an exit status).
+            report.error.add_note(f"what its memory was for is not told: {error}")
 
 
 def host_memory(

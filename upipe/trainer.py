@@ -272,8 +272,10 @@ class Trainer:
         return losses
 
     def _reports_first_step(self, profiled: int) -> bool:
-        """Whether this process records the memory of its first step; not where that is the step to profile."""
+        """Whether this process records the memory of its first step; not where that is the step to profile, nor where torch's
+        allocator is one that records nothing (`backend:cudaMallocAsync`)."""
         wanted = self.config.train.memory_report == "first_step" and self.is_main and self.handle.device.type == "cuda"
+        wanted = wanted and torch.cuda.get_allocator_backend() == "native"
         return wanted and (self.config.train.profile == "none" or profiled != self.start)
 
     def _tell(self, text: str | None) -> None:
