@@ -446,15 +446,23 @@ def reported(source: str | None, method: str | None) -> int | None:
     raise ConfigError(f"{REPORTED}: no max_tokens of {source}, {method}")
 
 
+def longest_of(record: dict[str, Any]) -> str:
+    """The longest length that trained, as text; of a search that was cut off it is the least that it can be."""
+    if record["search_complete"]:
+        return format_tokens(record["longest_tokens"])
+    return f"{format_tokens(record['longest_tokens'])} or more" if record["longest_tokens"] else "not begun"
+
+
 def table(found: list[dict[str, Any]]) -> str:
     """Records of one run as text, a line each."""
     rows = [["lever", "longest", "does not fit", "times plain", "peak GiB", "above states u", "reported"]]
     base = found[0]["longest_tokens"] if found else 0
     for r in found:
         rows.append([
-            r["rung"], format_tokens(r["longest_tokens"]) + ("" if r["search_complete"] else " or more"),
+            r["rung"], longest_of(r),
             "" if r["shortest_that_does_not_fit"] is None else format_tokens(r["shortest_that_does_not_fit"]),
-            f"{r['longest_tokens'] / base:.2f}" if base else "", "" if r["peak_gib"] is None else f"{r['peak_gib']:.2f}",
+            f"{r['longest_tokens'] / base:.2f}" if base and r["longest_tokens"] else "",
+            "" if r["peak_gib"] is None else f"{r['peak_gib']:.2f}",
             "" if r["peak_units"] is None else f"{r['peak_units']:.2f}",
             "" if r["reported_tokens"] is None else format_tokens(r["reported_tokens"]),
         ])
@@ -481,8 +489,7 @@ def draw(found: list[dict[str, Any]], path: str) -> None:
     places = list(range(len(found)))
     axis.barh(places, [r["longest_tokens"] for r in found], color="#3b6ea5", height=0.55, label="upipe's run")
     for place, r in zip(places, found):
-        text = format_tokens(r["longest_tokens"]) + ("" if r["search_complete"] else " or more")
-        axis.annotate(text, (r["longest_tokens"], place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+        axis.annotate(longest_of(r), (r["longest_tokens"], place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     told = [(place, r["reported_tokens"]) for place, r in zip(places, found) if r["reported_tokens"] is not None]
     if told:
         lengths, heights = [tokens for _, tokens in told], [place for place, _ in told]

@@ -91,10 +91,11 @@ def latest(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def supersedes(newer: dict[str, Any], older: dict[str, Any]) -> bool:
     """Whether a record takes an older one's place: not where it was cut off before its first timed step and the older has a time, nor
-    where it is a search that was cut off and the older one of the same was finished."""
-    if newer.get("search_complete") is False and older.get("search_complete"):
+    where it is a search that was cut off and the older one of the same was finished or found more."""
+    if newer.get("search_complete") is False and "search_complete" in older:
         # Adam's moments are there or not; without an optimizer that is no difference.
-        return newer["optimizer"] != "none" and newer.get("moments_before") != older.get("moments_before")
+        same = newer.get("optimizer") == "none" or newer.get("moments_before") == older.get("moments_before")
+        return not (same and (older["search_complete"] or older["longest_tokens"] > newer["longest_tokens"]))
     return not (newer.get("cut_off") and newer["time_s"] is None and older["time_s"] is not None)
 
 

@@ -401,9 +401,10 @@ def test_a_search_that_was_cut_off_is_not_drawn_as_a_limit(folder, sources):
 
 
 def test_a_search_that_was_cut_off_leaves_a_finished_one_its_place():
-    done = {"search_complete": True, "optimizer": "adamw", "moments_before": True, "time_s": None}
+    done = {"search_complete": True, "optimizer": "adamw", "moments_before": True, "time_s": None, "longest_tokens": 2**18}
     cut = done | {"search_complete": False, "cut_off": "--time-limit"}
     assert supersedes(done, cut) and supersedes(cut, cut) and not supersedes(cut, done)
+    assert not supersedes(cut | {"longest_tokens": 0}, cut) and supersedes(cut, cut | {"longest_tokens": 0})
     # What a first step fits is another search with Adam, and none without an optimizer.
     assert supersedes(cut, done | {"moments_before": None})
     assert not supersedes(cut | {"optimizer": "none"}, done | {"optimizer": "none", "moments_before": None})

@@ -238,11 +238,11 @@ class Trainer:
                 total, micro = total + float(loss.detach()) / train.accumulation, micro + 1
                 if micro < train.accumulation:
                     continue
+                spent = time.perf_counter() - started  # without what is told of the step
                 self._tell(profile.stop(step))
                 if step == self.start:
                     self._tell(report.stop(step) if reports else memory_report.summary(self.engine))
                 on_host = self.stack.end_step()
-                spent = time.perf_counter() - started
                 record = {
                     "step": step,
                     "loss": total,
