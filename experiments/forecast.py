@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import operator
 import os
 import statistics
 import subprocess
@@ -28,7 +29,7 @@ from typing import Any
 from experiments import points, stack
 from experiments.runs import command_line, exit_status, made_by
 from experiments.stack_methods import METHODS, MODELS, Setting
-from experiments.table import supersedes
+from experiments.table import last_by
 from upipe import plan, records
 from upipe.build import ModelConfig, hf_config
 from upipe.config import ConfigError, from_mapping
@@ -223,12 +224,8 @@ def judge(found: list[dict[str, Any]]) -> tuple[list[Judged], list[str]]:
     """Of records of both kinds: measured points with a forecast older than them, the last measurement of each; and the points that
     were measured after the first forecast without one of their own."""
     said = forecasts_in(found)
-    ran: dict[str, dict[str, Any]] = {}
-    for r in found:
-        if r["provenance"] != "measured" or r["experiment"] != "stack" or r["memory_only"]:
-            continue
-        if r["point"] not in ran or supersedes(r, ran[r["point"]]):
-            ran[r["point"]] = r
+    measurements = (r for r in found if r["provenance"] == "measured" and r["experiment"] == "stack" and not r["memory_only"])
+    ran = last_by(measurements, operator.itemgetter("point"))
     begun = min((r["date"] for r in said), default="9")
     judged, without = [], []
     for point, record in ran.items():

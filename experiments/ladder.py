@@ -56,7 +56,7 @@ from experiments.stack_methods import (
     forget_caches,
     named_kernel,
 )
-from experiments.table import REPORTED, read_reported
+from experiments.table import REPORTED, longest_of, read_reported
 from upipe import kernels, outcomes, records
 from upipe.build import hf_config
 from upipe.config import ConfigError
@@ -444,13 +444,6 @@ def reported(source: str | None, method: str | None) -> int | None:
         if row["source"].endswith(source) and row["method"] == method and row["metric"] == "max_tokens":
             return int(row["value"])
     raise ConfigError(f"{REPORTED}: no max_tokens of {source}, {method}")
-
-
-def longest_of(record: dict[str, Any]) -> str:
-    """The longest length that trained, as text; of a search that was cut off it is the least that it can be."""
-    if record["search_complete"]:
-        return format_tokens(record["longest_tokens"])
-    return f"{format_tokens(record['longest_tokens'])} or more" if record["longest_tokens"] else "not begun"
 
 
 def table(found: list[dict[str, Any]]) -> str:

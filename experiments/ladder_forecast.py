@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -28,7 +29,7 @@ from experiments import forecast, points
 from experiments.alst import UlyssesAttention
 from experiments.stack import DX
 from experiments.stack_methods import METHODS, MODELS, Setting
-from experiments.table import supersedes
+from experiments.table import last_by, longest_of
 from upipe import plan, simulate
 from upipe.config import ConfigError, from_mapping
 from upipe.methods.apply import MethodSharding
@@ -209,14 +210,10 @@ def beside(said: list[dict[str, Any]], measured: list[dict[str, Any]]) -> list[l
     below it.
     """
     rows = [["lever", "predicted", "of a first step", "measured", "off", "forecast"]]
-    same = ("preset", "rung", "model", "layers", "cap_gib")
-    last: dict[tuple, dict[str, Any]] = {}
-    for r in measured:
-        key = tuple(r[name] for name in same)
-        if (r["longest_tokens"] or r["search_complete"]) and (key not in last or supersedes(r, last[key])):
-            last[key] = r
+    search = operator.itemgetter("preset", "rung", "model", "layers", "cap_gib")
+    last = last_by((r for r in measured if r["longest_tokens"] or r["search_complete"]), search)
     for r in said:
-        true, first = last.get(tuple(r[name] for name in same)), r["longest_first_step_tokens"]
+        true, first = last.get(search(r)), r["longest_first_step_tokens"]
         cells = [r["rung"], format_tokens(r["longest_tokens"]), "" if first is None else format_tokens(first)]
         if true is None:
             rows.append([*cells, "not yet", "", "true"])
@@ -226,6 +223,5 @@ def beside(said: list[dict[str, Any]], measured: list[dict[str, Any]]) -> list[l
         off = ""
         if length and not (open_end and max(ends) >= length):
             off = " to ".join(f"{100 * (n / length - 1):+.0f} %" for n in ends)
-        told = format_tokens(length) + (" or more" if open_end else "")
-        rows.append([*cells, told, off, "true" if r["date"] < true["date"] else "after it was measured"])
+        rows.append([*cells, longest_of(true), off, "true" if r["date"] < true["date"] else "after it was measured"])
     return rows

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +81,18 @@ def read_reported(path: Path) -> list[dict[str, Any]]:
 def latest(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last record of every point that `supersedes` those before it, in the order in which points first appeared; all of those
     without a point."""
+    names, number = ("experiment", "provenance", "model", "layers"), itertools.count()
+    return list(last_by(found, lambda r: (*(r[name] for name in names), r.get("point", next(number)))).values())
+
+
+def last_by(found: Iterable[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, dict[str, Any]]:
+    """By key the last record that `supersedes` those before it, in the order in which keys first appeared."""
     last: dict[Any, dict[str, Any]] = {}
-    for number, record in enumerate(found):
-        names = [record[name] for name in ("experiment", "provenance", "model", "layers")]
-        key = (*names, record.get("point", number))
-        if key not in last or supersedes(record, last[key]):
-            last[key] = record
-    return list(last.values())
+    for record in found:
+        of = key(record)
+        if of not in last or supersedes(record, last[of]):
+            last[of] = record
+    return last
 
 
 def supersedes(newer: dict[str, Any], older: dict[str, Any]) -> bool:
@@ -97,6 +103,13 @@ def supersedes(newer: dict[str, Any], older: dict[str, Any]) -> bool:
         same = newer.get("optimizer") == "none" or newer.get("moments_before") == older.get("moments_before")
         return not (same and (older["search_complete"] or older["longest_tokens"] > newer["longest_tokens"]))
     return not (newer.get("cut_off") and newer["time_s"] is None and older["time_s"] is not None)
+
+
+def longest_of(record: dict[str, Any]) -> str:
+    """The longest length that a search found to train, as text; of one that was cut off it is the least that it can be."""
+    if record["search_complete"]:
+        return format_tokens(record["longest_tokens"])
+    return f"{format_tokens(record['longest_tokens'])} or more" if record["longest_tokens"] else "not begun"
 
 
 def _cell(record: dict[str, Any]) -> str:

@@ -220,8 +220,7 @@ class Trainer:
         profiled = min(self.start + 1, train.steps - 1)
         folder, rank = Path(train.run_dir) / "profile", dist.get_rank()
         profile = StepProfile(train.profile, self.engine, folder, step=profiled, rank=rank)
-        reports = self._reports_first_step(profiled)
-        report = StepProfile("report" if reports else "none", self.engine, folder, step=self.start, rank=rank)
+        report = StepProfile("report" if self._reports_first_step(profiled) else "none", self.engine, folder, step=self.start, rank=rank)
         with (
             signals(caught), closing(bar), nullcontext() if metrics is None else closing(metrics),
             self._told_if_it_fails(profile), self._told_if_it_fails(report),
@@ -241,7 +240,7 @@ class Trainer:
                 spent = time.perf_counter() - started  # without what is told of the step
                 self._tell(profile.stop(step))
                 if step == self.start:
-                    self._tell(report.stop(step) if reports else memory_report.summary(self.engine))
+                    self._tell(report.stop(step) or memory_report.summary(self.engine))
                 on_host = self.stack.end_step()
                 record = {
                     "step": step,

@@ -197,7 +197,9 @@ def bar(axis: Axes, place: float, row: Row, more: str = "") -> None:
 
 
 def row_title(axis: Axes, place: float, text: str) -> None:
-    """A title above a group of horizontal bars, at the left edge of the axis, over whatever lies to its right."""
+    """A title above a group of horizontal bars, at the left edge of the axis, over whatever lies to its right, further panels too."""
+    axis.set_zorder(2)
+    axis.patch.set_visible(False)
     axis.text(
         0.0, place, text, transform=axis.get_yaxis_transform(), fontsize=8, fontweight="bold", va="center", in_layout=False,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},

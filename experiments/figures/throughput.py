@@ -153,8 +153,6 @@ def draw_2gpu(found: list[Row]) -> Figure:
         style.nothing(left)
         style.nothing(right)
         return figure
-    left.set_zorder(2)  # titles reach into the right panel
-    left.patch.set_visible(False)
     place, ticks = 0.0, []
     for (model, layers, gpus, gpu, tokens, sweep), mine in groups.items():
         file, run = sweep.split(".jsonl, ")

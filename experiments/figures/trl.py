@@ -97,8 +97,6 @@ def _bars_of(mine: list[Row]) -> list[list[Row]]:
 
 def _at_1m(axes: Any, groups: dict[tuple, list[Row]]) -> None:
     left, right = axes
-    left.set_zorder(2)  # titles reach into the right panel
-    left.patch.set_visible(False)
     place, ticks = 0.0, []
     most: dict[str, list[float]] = {"step_time": [1e-9], "peak": [1e-9]}
     for (model, layers, gpus, gpu, tokens), mine in groups.items():
