@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import upipe
 from tests.pairwise import pairwise
@@ -400,6 +401,25 @@ def test_native_is_refused_where_torch_s_gradients_are_wrong(worlds, spoil):
             assert message is None
         else:
             assert "dq 0.5," in message and "kernel=cudnn" in message and "method=ring" in message
+
+
+def probed_within_a_checkpoint(use_reentrant):
+    """A first call comes in a layer's forward; what the probe saves there would be missing when the layer is computed again."""
+    made, x = PlainNative(1.0), torch.ones(3, requires_grad=True)
+
+    def layer(x):
+        made.refuse_if_wrong("cudnn", 16, torch.float32)
+        return x.sin() * x
+
+    checkpoint(layer, x, use_reentrant=use_reentrant).sum().backward()
+    return x.grad.tolist(), list(made.errors("cudnn", 16, torch.float32))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_native_is_probed_within_a_checkpointed_layer(worlds, use_reentrant):
+    wanted = (torch.ones(3).sin() + torch.ones(3).cos()).tolist()
+    for grad, probes in worlds(2).run(probed_within_a_checkpoint, use_reentrant=use_reentrant):
+        assert grad == pytest.approx(wanted) and probes == ["out", "dq", "dk", "dv"]
 
 
 def test_what_native_refused_stays_refused(monkeypatch):
