@@ -3,13 +3,15 @@
 Real gloo ranks in a world of 4, those that share no sequence data-parallel with different data. The cases cover every pair of
 values of every two factors a method has; a few of them run by default.
 
-On GPUs: `torchrun --standalone --nproc_per_node N -m tests.test_methods` runs every method in bf16 over all of them, beside the
-unsharded model.
+On GPUs: `torchrun --standalone --nproc_per_node N -m tests.test_methods [METHOD ...]` runs every method, or those named, in bf16
+over all of them, beside the unsharded model.
 """
 
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -422,6 +424,46 @@ def test_native_is_probed_within_a_checkpointed_layer(worlds, use_reentrant):
         assert grad == pytest.approx(wanted) and probes == ["out", "dq", "dk", "dv"]
 
 
+class LocalNative(native.Native):
+    """torch's context_parallel over one rank on the CPU: attention outside of it is not attention, and it does not nest."""
+
+    def __init__(self):
+        self.inside, self.calls = False, 0
+
+    @contextmanager
+    def on(self, like, kernel):
+        assert not self.inside, "context_parallel within context_parallel turns the outer one off"
+        self.inside, self.calls = True, self.calls + 1
+        yield
+        self.inside = False
+
+
+@pytest.mark.parametrize("use_reentrant, calls", [(None, 2), (True, 3), (False, 4)])
+def test_native_in_a_checkpointed_layer(use_reentrant, calls):
+    """Forward and backward; forward again when the layer is, and once more where saved tensors are hooked."""
+    made, maker = LocalNative(), torch.Generator().manual_seed(0)
+    weights = [(torch.randn(32, width, generator=maker) / 6).requires_grad_() for width in (32, 16, 16, 32)]
+    x, far = (torch.randn(2, 10, 32, generator=maker) for _ in range(2))
+
+    def attention(attend, x):
+        q, k, v = ((x @ w).unflatten(2, (-1, 8)) for w in weights[:3])
+        return x + attend(q, k, v).flatten(2) @ weights[3]
+
+    def gradients(layer):
+        for leaf in (x.requires_grad_(), *weights):
+            leaf.grad = None
+        h = layer(layer(x))
+        h.backward(far)
+        return h.detach(), x.grad, *(w.grad for w in weights)
+
+    want = gradients(lambda x: attention(lambda q, k, v: reference.attention(q, k, v, 8**-0.5)[0], x))
+    layer = partial(attention, lambda q, k, v: made.attend(q, k, v, "flash", 8**-0.5))
+    got = gradients(layer if use_reentrant is None else partial(checkpoint, layer, use_reentrant=use_reentrant))
+    assert made.calls == 2 * calls
+    for g, w in zip(got, want, strict=True):
+        assert (g - w).norm() <= 1e-5 * w.norm()
+
+
 def test_what_native_refused_stays_refused(monkeypatch):
     """Also where a refused call has left its kernel among those chosen."""
     monkeypatch.setitem(native.BACKENDS, "reference", None)
@@ -464,7 +506,7 @@ def test_methods_on_gpus():
     assert done.returncode == 0 and "PASS" in done.stdout, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def main():
+def main(*names):
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     upipe.init_distributed()
     N = dist.get_world_size()
@@ -472,7 +514,10 @@ def main():
     want = whole_gradients(torch.float32, ids)
     plain = pooled(whole_gradients(torch.bfloat16, ids), want)
     usp = MethodConfig("usp", 2) if N > 2 else MethodConfig("usp", 1)
-    for method in (MethodConfig("ulysses"), MethodConfig("ring"), usp, MethodConfig("fpdt", chunk_tokens=128 * N), MethodConfig("native")):
+    every = MethodConfig("ulysses"), MethodConfig("ring"), usp, MethodConfig("fpdt", chunk_tokens=128 * N), MethodConfig("native")
+    for method in every:
+        if names and method.name not in names:
+            continue
         for kernel in ("cudnn", "flash"):
             model = gpu_model(torch.bfloat16)
             handle = apply_method(model, method, upipe.UPipeConfig(sp_size=N, kernel=kernel))
@@ -504,4 +549,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -125,24 +125,47 @@ def _kept_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return _KEPT[ranks]
 
 
+def _attention(native: Native, kernel: str, scale: float, q, k, v) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """-> leaves [B, heads, L, d] of q, k and v, and torch's attention of them with its graph."""
+    inner = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v)]
+    # With gradients in any case: only then do torch's kernels answer with the log-sum-exp that results are merged by.
+    with native.on(q, kernel), torch.enable_grad():
+        out = torch.nn.functional.scaled_dot_product_attention(*inner, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
+    return inner, out
+
+
+def _saved_tensors_are_hooked() -> bool:
+    """Whether what autograd saves now is replaced, as in a layer that torch checkpoints without re-entering autograd."""
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(""):
+            return False
+    except RuntimeError:
+        return True
+
+
 class _Native(torch.autograd.Function):
+    """Holds its attention's graph until backward. Where saved tensors are hooked, it saves q, k and v and computes that attention
+    again in backward instead: a held graph is either not freed by checkpointing, or has its own tensors replaced, and then the
+    whole layer would be computed again within `Native.on`, which does not nest."""
+
     @staticmethod
     def forward(ctx, q, k, v, native: Native, kernel: str, scale: float, enabled: bool):
-        needed = enabled and any(ctx.needs_input_grad)
-        # With gradients in any case: only then do torch's kernels answer with the log-sum-exp that results are merged by.
-        inner = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v)]
-        with native.on(q, kernel), torch.enable_grad():
-            out = torch.nn.functional.scaled_dot_product_attention(*inner, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
-        ctx.native, ctx.kernel = native, kernel
-        ctx.inner, ctx.out = (inner, out) if needed else (None, None)
+        needed, hooked = enabled and any(ctx.needs_input_grad), _saved_tensors_are_hooked()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            inner, out = _attention(native, kernel, scale, q, k, v)
+        ctx.of = native, kernel, scale
+        ctx.held = (inner, out) if needed and not hooked else None
+        ctx.save_for_backward(*((q, k, v) if needed and hooked else ()))
         return out.detach().transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        inner, out, ctx.inner, ctx.out = ctx.inner, ctx.out, None, None
-        if out is None:
+        held, ctx.held, saved = ctx.held, None, ctx.saved_tensors
+        if held is None and not saved:
             raise RuntimeError("method=native holds its graph once: compute it again for a second backward (no retain_graph)")
-        with ctx.native.on(grad, ctx.kernel), torch.enable_grad():
+        inner, out = held or _attention(*ctx.of, *saved)
+        native, kernel, _ = ctx.of
+        with native.on(grad, kernel), torch.enable_grad():
             grads = torch.autograd.grad(out, inner, grad.transpose(1, 2).contiguous())
         return *(g.transpose(1, 2) for g in grads), *(None,) * 4
