@@ -7,10 +7,11 @@ On GPUs: `torchrun --standalone --nproc_per_node N -m tests.test_methods [METHOD
 over all of them, beside the unsharded model.
 """
 
+import gc
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -26,6 +27,7 @@ from tests.sharded import assert_equal_to_plain, sharded
 from upipe import config, host, reference
 from upipe.kernels import Case
 from upipe.layer import apply_fused_layers
+from upipe.live import LiveStorages
 from upipe.methods import NAMES, MethodConfig, apply_method, native
 from upipe.methods.apply import MethodSharding, check_native_data
 from upipe.methods.core import Heads
@@ -422,6 +424,24 @@ def test_native_is_probed_within_a_checkpointed_layer(worlds, use_reentrant):
     wanted = (torch.ones(3).sin() + torch.ones(3).cos()).tolist()
     for grad, probes in worlds(2).run(probed_within_a_checkpoint, use_reentrant=use_reentrant):
         assert grad == pytest.approx(wanted) and probes == ["out", "dq", "dk", "dv"]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_native_lets_go_of_its_graph(gradients, hooked):
+    q, k, v = (torch.randn(1, 64, heads, 8, requires_grad=gradients) for heads in (4, 2, 2))
+    gc.disable()
+    try:
+        with LiveStorages("cpu") as live, torch.autograd.graph.save_on_cpu() if hooked else nullcontext():
+            live.know(q, k, v)
+            out = LocalNative().attend(q, k, v, "flash", 8**-0.5)
+            if gradients:
+                out.backward(torch.ones_like(out))
+            q.grad = k.grad = v.grad = None
+            del out
+            assert live.peak > 0 and live.now == 0
+    finally:
+        gc.enable()
 
 
 class LocalNative(native.Native):

@@ -56,18 +56,18 @@ def whole_models(sources: Sources) -> list[dict[str, Any]]:
 
 
 def compared(sources: Sources) -> Sources:
-    """The sources with, beside the last record of each measured whole model, the last whose run has a baseline at that model and length,
-    and with those baselines: a ratio is of one run."""
+    """The sources with, beside the last record of each measured whole model, the last whose run has a baseline at that model and length;
+    and with what else their runs had there: a comparison is of one run."""
 
     def sweep(record: dict[str, Any]) -> tuple:
         return tuple(record[name] for name in ("experiment", "run_id", "model", "layers", "tokens", "kernel"))
 
     models = [r for r in sources.every if r["provenance"] == "measured" and r.get("scope") == "model" and r.get("point") is not None]
-    bases = [r for r in models if r["method"] in BASELINES and r["outcome"] == "ok"]
-    beside = {sweep(r) for r in bases}
+    beside = {sweep(r) for r in models if r["method"] in BASELINES and r["outcome"] == "ok"}
     chosen = latest(r for r in models if sweep(r) in beside)
-    sweeps = {sweep(r) for r in chosen}
-    more = [*(r for r in bases if sweep(r) in sweeps), *chosen]
+    known = {id(r) for r in models}
+    sweeps = {sweep(r) for r in [*chosen, *sources.records] if id(r) in known}
+    more = [*(r for r in models if sweep(r) in sweeps and r["outcome"] == "ok"), *chosen]
     return dataclasses.replace(sources, records=list({id(r): r for r in [*more, *sources.records]}.values()))
 
 

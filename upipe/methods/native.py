@@ -83,7 +83,7 @@ class Native:
             whole = [torch.randn(1, length, heads, head_dim, generator=maker).to(dtype) for heads in (4, 2, 2, 4)]
             *inputs, grad = (t[:, mine].to(self.device_type) for t in whole)
             # The first call may come in a checkpointed layer's forward: that neither turns gradients off here nor counts what is saved.
-            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            with torch.enable_grad(), _saving_itself():
                 q, k, v = (t.to(self.device_type).float().requires_grad_() for t in whole[:3])
                 out, _ = reference.attention(q, k, v, head_dim**-0.5)
                 wanted = [out, *torch.autograd.grad(out, (q, k, v), whole[3].to(self.device_type).float())]
@@ -134,6 +134,11 @@ def _attention(native: Native, kernel: str, scale: float, q, k, v) -> tuple[list
     return inner, out
 
 
+def _saving_itself() -> torch.autograd.graph.saved_tensors_hooks:
+    """Inside, autograd saves tensors whatever hooks are set outside. Detached: an output that is saved as it is keeps its own graph."""
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda saved: saved)
+
+
 def _saved_tensors_are_hooked() -> bool:
     """Whether what autograd saves now is replaced, as in a layer that torch checkpoints without re-entering autograd."""
     try:
@@ -151,7 +156,7 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, native: Native, kernel: str, scale: float, enabled: bool):
         needed, hooked = enabled and any(ctx.needs_input_grad), _saved_tensors_are_hooked()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        with _saving_itself():
             inner, out = _attention(native, kernel, scale, q, k, v)
         ctx.of = native, kernel, scale
         ctx.held = (inner, out) if needed and not hooked else None
