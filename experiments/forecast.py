@@ -6,7 +6,7 @@
 A forecast is a record of provenance "predicted" in predict_points.jsonl, `of: stack`, with the `point` that the measured record will
 have; the points are those of the script's own commands. Its `constants` is a digest of plan_rates.json, and `engines` says how many
 engines' states are held at once. Judged is a measurement by the last forecast that is older than it, for as many engines if there is
-one; a point measured without any is named. Errors are predicted over measured, less one.
+one (its states only then); a point measured without any is named. Errors are predicted over measured, less one.
 
 peak: above the states that the step begins with, GiB. states: of every engine there is. host: page-locked and ordinary memory of all
 ranks, GiB. time: seconds a step.
@@ -213,7 +213,8 @@ def forecasts_in(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def last_before(record: dict[str, Any], said: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The last forecast of a measured point that is older than the measurement; of those for as many engines, where there are any."""
+    """The last forecast of a measured point that is older than the measurement; of those for as many engines, where there are any.
+    Otherwise its states are not to be compared."""
     before = [r for r in said if r["point"] == record["point"] and r["date"] < record["date"]]
     alike = [r for r in before if r.get("engines") == record.get("engines")]
     # By date, not by place: a file that is merged in later may have older ones.
@@ -235,10 +236,11 @@ def judge(found: list[dict[str, Any]]) -> tuple[list[Judged], list[str]]:
         if last is not None:
             name = f"{MODEL_NAMES.get(record['model'], record['model'])}, {record['layers']} layers, {record['setting']}, "
             name += f"{record['kernel']}, {format_tokens(record['tokens'])}"
-            judged.append(Judged(
-                name, last["part"], last["constants"], last["commit"], (record["outcome"], last["outcome"]), measured(record),
-                measured(last),
-            ))  # fmt: skip
+            predicted = measured(last)
+            if last.get("engines") != record.get("engines"):
+                predicted["states"] = None  # they are all engines' of the process
+            outcomes = record["outcome"], last["outcome"]
+            judged.append(Judged(name, last["part"], last["constants"], last["commit"], outcomes, measured(record), predicted))
         elif record["date"] > begun:
             without.append(point)
     return judged, without

@@ -94,6 +94,14 @@ def test_a_forecast_for_as_many_engines_goes_before_a_later_one():
         assert forecast.last_before(made("2026-01-03", engines=engines), said)["date"] == date
 
 
+def test_states_of_other_engines_are_not_judged():
+    measured, said = made("2026-01-03", engines=3), made("2026-01-01", provenance="predicted", engines=1)
+    alike = made("2026-01-01", provenance="predicted", engines=3)
+    (other,), _ = forecast.judge([said | {"states_gib": said["states_gib"] / 3}, measured])
+    (same,), _ = forecast.judge([alike | {"states_gib": alike["states_gib"] / 3}, measured])
+    assert other.misses == [] and same.misses == ["states"] and other.off("peak") == same.off("peak") == 0
+
+
 def test_the_last_forecast_is_the_last_by_date():
     """Not by place: an older file may be merged in later."""
     said = [made(f"2026-01-0{day}", provenance="predicted") for day in (2, 1)]
