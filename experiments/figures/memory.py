@@ -72,6 +72,9 @@ def draw(found: list[Row]) -> Figure:
     full = [parts for parts in stacks if _published(parts[0])]
     capped = grouped((parts for parts in stacks if not _published(parts[0])), lambda parts: _machine(parts[0]))
     longest = pick(found, metric="longest")
+    ran = {row.setting for row in pick(longest, mark="measured")}
+    # What is predicted of a first step is shown where one was measured.
+    longest = [row for row in longest if not row.setting.endswith(FIRST) or row.setting in ran]
     ours = grouped(
         sorted(pick(longest, mark=lambda m: m != "reported"), key=lambda r: r.mark),
         lambda r: (r.note.split(",")[0], r.model, r.layers, r.gpus),
@@ -204,4 +207,5 @@ def _longest(axis: Axes, mine: list[Row], title: str) -> None:
         length = format_tokens(int(row.value)) if row.value else "OOM"
         text.set_text(f"{length} or more: the search was cut off" if row.note.endswith(CUT_OFF) else length)
     axis.tick_params(axis="y", labelsize=7.5)
+    axis.set_ylim(len(mine) - 0.4, -0.6)
     axis.set_title(_wrapped(title, 90), loc="left")
