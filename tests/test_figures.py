@@ -476,6 +476,14 @@ def test_out_of_memory_is_written_and_nothing_measured_is_said(sources):
     assert {length: table[length] for length in TABLE3} == TABLE3
 
 
+def test_a_profile_that_cannot_be_split_is_not_drawn(sources):
+    """Its record has a window without kernels: as of a step that was cut off."""
+    whole = next(r for r in sources.every if isinstance(r.get("profile"), dict) and "top" in r["profile"])
+    bare = whole | {"profile": {name: value for name, value in whole["profile"].items() if name not in ("top", "parts_ms")}}
+    given = dataclasses.replace(sources, records=[bare], every=[bare])
+    assert whole["profile"]["window_ms"] and {row.note for row in breakdown.rows(given)} <= {breakdown.TIMED}
+
+
 def test_a_breakdown_adds_up_to_the_profiled_window(sources):
     profiles = [r["profile"] for r in sources.every if isinstance(r.get("profile"), dict)]
     assert len(profiles) > 5

@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
     others = ("readme", "notebooks", "all")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(figures.FAMILIES)}; {', '.join(others)}")
     parser.add_argument("--results", type=Path, default=figures.values.RESULTS, metavar="DIR", help="where the records are")
-    parser.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help="where figures go (default: paper_figures)")
+    placed = "where figures go (default: paper_figures); README, claims and notebooks are written where they are"
+    parser.add_argument("--out", type=Path, default=figures.FOLDER, metavar="DIR", help=placed)
     options = parser.parse_args(arguments)
     names = options.names or list(figures.FAMILIES)
     if "all" in names:

@@ -102,7 +102,8 @@ def rows(sources: Sources) -> list[Row]:
 
 def _profile(record: dict[str, Any]) -> dict[str, Any] | None:
     profile = record.get("profile") or record.get("trace")
-    return profile if isinstance(profile, dict) and "window_ms" in profile else None
+    split = isinstance(profile, dict) and "window_ms" in profile and (profile.get("parts_ms") or "top" in profile)
+    return profile if split else None
 
 
 def _setting(record: dict[str, Any]) -> str:
