@@ -213,7 +213,8 @@ def model_points() -> list[Point]:
     """Whole models: those of `experiments.stack`, and one without tiles or offload."""
     found, said = [], forecast.forecasts_in(records.load(RESULTS / "predict_points.jsonl"))
     for r in _ok("stack"):
-        if r["method"] != "upipe" or forecast.last_before(r, said) is not None:
+        # The planner does not have other libraries' offload.
+        if r["method"] != "upipe" or Setting.parse(r["setting"]).peer or forecast.last_before(r, said) is not None:
             continue
         found.append(stack_point(r, stack_prediction(r)))
     for r in _ok("llama3_8b_4layers-2gpu"):

@@ -189,6 +189,13 @@ def test_each_line_of_advice_can_be_taken_as_it_is_written(form, outcome):
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
+def test_several_rows_at_a_time_are_advised_against(outcome):
+    one, four = (advice(outcome, settings_of("paper", train={"micro_batch_size": n}), {}) for n in (1, 4))
+    assert not any("micro_batch_size" in line for line in one)
+    assert any(line.startswith("train.micro_batch_size: 1 (now 4)") for line in four)
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
 def test_advice_for_settings_of_any_form(outcome):
     """What cannot be read counts as not given: an out-of-memory message must come."""
     for settings in (

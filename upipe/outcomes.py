@@ -439,6 +439,8 @@ _ADVICE: tuple[tuple[tuple[str, ...], str, Callable[[_Now], bool], tuple[tuple[s
     (HOST, "saved inputs on the device",
      lambda now: now("memory.offload") != "none" and not now.fused and now("memory.store_every") == 1,
      (("memory.offload", ("none",)), ("memory.keep_layers_on_gpu", ("auto",)), ("memory.pinned_fallback", (False,)))),
+    (DEVICE + PINNED + HOST, "a row at a time; with as many times more train.accumulation a step has the same tokens",
+     lambda now: (now("train.micro_batch_size") or 1) > 1, (("train.micro_batch_size", (1,)),)),
     (DEVICE + PINNED + HOST, "fewer tokens a rank; needs more GPUs",
      lambda now: methods.name_in(now.settings) != "none", (("upipe.sp_size", ("larger",)),)),
     (DEVICE + PINNED + HOST, "all but the states is in proportion", lambda now: True, (("data.tokens", ("fewer",)),)),
