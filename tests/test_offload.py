@@ -656,6 +656,10 @@ def test_what_is_refused():
     layer.forward = layer.forward
     with pytest.raises(PreflightError, match="set on the instance"):
         apply_checkpointing(model)
+    model = model_of()
+    model.model.layers[2] = model.model.layers[0]
+    with pytest.raises(PreflightError, match="layer 2 is layer 0 once more"):
+        apply_checkpointing(model)
     with pytest.raises(PreflightError, match="no list `layers`"):
         apply_checkpointing(nn.Linear(2, 2))
 

@@ -652,6 +652,8 @@ def apply_checkpointing(
     except ValueError as error:
         raise PreflightError(str(error)) from None
     for i, layer in enumerate(layers):
+        if layer in layers[:i]:
+            raise PreflightError(f"layer {i} is layer {layers.index(layer)} once more: a layer that runs twice cannot be checkpointed here")
         if hasattr(layer, "_checkpointing"):
             raise PreflightError(f"checkpointing is on layer {i} already: call remove() on its handle first")
         if "forward" in vars(layer):
