@@ -675,6 +675,16 @@ def test_configurations_are_checked(values, says):
     assert good == CheckpointConfig("pageable", 2, True)
 
 
+@pytest.mark.parametrize("values", [
+    dict(keep_layers_on_gpu=1.5), dict(keep_layers_on_gpu="2"), dict(keep_layers_on_gpu=True), dict(keep_layers_on_gpu=None),
+    dict(staging_mib=1.5), dict(staging_mib=-1), dict(staging_chunks=2.0), dict(pairs=1.0)])
+def test_numbers_that_are_not_whole_are_refused_by_name(values):
+    """Also where no file of settings is read, whose types are checked there."""
+    (name,) = values
+    with pytest.raises(ValueError, match=f"^{name}={values[name]!r}"):
+        CheckpointConfig("pageable", **values)
+
+
 # real ranks
 
 
