@@ -484,6 +484,21 @@ def test_native_in_a_checkpointed_layer(use_reentrant, calls):
         assert (g - w).norm() <= 1e-5 * w.norm()
 
 
+@pytest.mark.parametrize("heads, kv_heads, length", [(4, 2, 10), (4, 1, 10), (1, 1, 10)])
+def test_what_native_was_given_may_be_changed_in_place(heads, kv_heads, length):
+    """Tensors of one head are in the kernel's order already."""
+    maker = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(2, length, h, 8, generator=maker).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+    far = torch.randn(2, length, heads, 8, generator=maker)
+    want = torch.autograd.grad(reference.attention(*leaves, 8**-0.5)[0], leaves, far)
+    given = [t * 1.0 for t in leaves]
+    out = LocalNative().attend(*given, "flash", 8**-0.5)
+    for t in given:
+        t.mul_(3.0)
+    for g, w in zip(torch.autograd.grad(out, leaves, far), want, strict=True):
+        assert (g - w).norm() <= 1e-5 * w.norm()
+
+
 def test_what_native_refused_stays_refused(monkeypatch):
     """Also where a refused call has left its kernel among those chosen."""
     monkeypatch.setitem(native.BACKENDS, "reference", None)

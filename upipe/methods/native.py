@@ -127,7 +127,8 @@ def _kept_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 def _attention(native: Native, kernel: str, scale: float, q, k, v) -> tuple[list[torch.Tensor], torch.Tensor]:
     """-> leaves [B, heads, L, d] of q, k and v, and torch's attention of them with its graph."""
-    inner = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v)]
+    # Copies also where one head or one token is contiguous as it is: a change of it in place would go unseen under `_saving_itself`.
+    inner = [t.detach().transpose(1, 2).clone(memory_format=torch.contiguous_format).requires_grad_() for t in (q, k, v)]
     # With gradients in any case: only then do torch's kernels answer with the log-sum-exp that results are merged by.
     with native.on(q, kernel), torch.enable_grad():
         out = torch.nn.functional.scaled_dot_product_attention(*inner, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
