@@ -407,6 +407,17 @@ def test_native_is_refused_where_torch_s_gradients_are_wrong(worlds, spoil):
             assert "dq 0.5," in message and "kernel=cudnn" in message and "method=ring" in message
 
 
+def probed_in(mode):
+    with getattr(torch, mode)():
+        return probed(1.0)[0], probed(1.5)[0]
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_native_is_probed_where_an_evaluation_comes_first(worlds, mode):
+    for right, wrong in worlds(2).run(probed_in, mode=mode):
+        assert right is None and "dq 0.5," in wrong
+
+
 def probed_within_a_checkpoint(use_reentrant):
     """A first call comes in a layer's forward; what the probe saves there would be missing when the layer is computed again."""
     made, x = PlainNative(1.0), torch.ones(3, requires_grad=True)
