@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from tests.plain import assert_close, plain_step, tiny_model
 from tests.sharded import gathered
@@ -197,3 +199,42 @@ def test_a_rank_that_failed_alone_is_told_so_by_the_next_step(worlds, where):
     """It does not meet the exchange in which the other still waits with one of its own: that one's numbers would be taken for it."""
     with pytest.raises(RankFailure, match=r"ranks \[1\] of 2 failed(.|\n)*the last step failed on this rank"):
         worlds(2).run(_a_step_that_fails, where=where, who=(1,))
+
+
+def _whole_decoder_runs_again(use_reentrant):
+    import upipe
+    from upipe.offload import apply_checkpointing
+
+    model, found = tiny_model("llama", 8, 2), []
+    ids = torch.arange(12)[None] % 50
+    for own in (False, True):
+        handle = upipe.apply(model, upipe.UPipeConfig(sp_size=2))
+        parts, plain = [handle, *([apply_checkpointing(model)] if own else [])], model.model.forward
+
+        def forward(input_ids, plain=plain, **kwargs):
+            kwargs["inputs_embeds"] = embeds = model.model.embed_tokens(input_ids)
+            hidden = checkpoint(lambda x: plain(**kwargs | {"inputs_embeds": x})[0], embeds, use_reentrant=use_reentrant)
+            return BaseModelOutputWithPast(hidden)
+
+        (batch,) = handle.shard([{"input_ids": ids, "labels": ids}])
+        model.model.forward = forward
+        handle.loss(model, batch).backward()
+        del model.model.forward
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        for grad in grads.values():
+            dist.all_reduce(grad)
+        found.append(grads)
+        model.zero_grad()
+        for part in reversed(parts):
+            part.remove()
+    return found
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_decoder_that_is_checkpointed_as_a_whole_runs_again_in_its_backward(worlds, use_reentrant):
+    """That is no step after one that failed in its backward; with layers checkpointed by themselves too, and without."""
+    ids = torch.arange(12)[None] % 50
+    plain = plain_step(tiny_model("llama", 8, 2), [[{"input_ids": ids, "labels": ids}]])
+    for grads in worlds(2).run(_whole_decoder_runs_again, use_reentrant=use_reentrant)[0]:
+        for name, expected in plain.grads.items():
+            assert_close(name, grads[name], expected)

@@ -407,6 +407,17 @@ def test_native_is_refused_where_torch_s_gradients_are_wrong(worlds, spoil):
             assert "dq 0.5," in message and "kernel=cudnn" in message and "method=ring" in message
 
 
+def probed_in(mode):
+    with getattr(torch, mode)():
+        return probed(1.0)[0], probed(1.5)[0]
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_native_is_probed_where_an_evaluation_comes_first(worlds, mode):
+    for right, wrong in worlds(2).run(probed_in, mode=mode):
+        assert right is None and "dq 0.5," in wrong
+
+
 def probed_within_a_checkpoint(use_reentrant):
     """A first call comes in a layer's forward; what the probe saves there would be missing when the layer is computed again."""
     made, x = PlainNative(1.0), torch.ones(3, requires_grad=True)
@@ -481,6 +492,21 @@ def test_native_in_a_checkpointed_layer(use_reentrant, calls):
     got = gradients(layer if use_reentrant is None else partial(checkpoint, layer, use_reentrant=use_reentrant))
     assert made.calls == 2 * calls
     for g, w in zip(got, want, strict=True):
+        assert (g - w).norm() <= 1e-5 * w.norm()
+
+
+@pytest.mark.parametrize("heads, kv_heads, length", [(4, 2, 10), (4, 1, 10), (1, 1, 10)])
+def test_what_native_was_given_may_be_changed_in_place(heads, kv_heads, length):
+    """Tensors of one head are in the kernel's order already."""
+    maker = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(2, length, h, 8, generator=maker).requires_grad_() for h in (heads, kv_heads, kv_heads)]
+    far = torch.randn(2, length, heads, 8, generator=maker)
+    want = torch.autograd.grad(reference.attention(*leaves, 8**-0.5)[0], leaves, far)
+    given = [t * 1.0 for t in leaves]
+    out = LocalNative().attend(*given, "flash", 8**-0.5)
+    for t in given:
+        t.mul_(3.0)
+    for g, w in zip(torch.autograd.grad(out, leaves, far), want, strict=True):
         assert (g - w).norm() <= 1e-5 * w.norm()
 
 

@@ -656,6 +656,10 @@ def test_what_is_refused():
     layer.forward = layer.forward
     with pytest.raises(PreflightError, match="set on the instance"):
         apply_checkpointing(model)
+    model = model_of()
+    model.model.layers[2] = model.model.layers[0]
+    with pytest.raises(PreflightError, match="layer 2 is layer 0 once more"):
+        apply_checkpointing(model)
     with pytest.raises(PreflightError, match="no list `layers`"):
         apply_checkpointing(nn.Linear(2, 2))
 
@@ -669,6 +673,16 @@ def test_configurations_are_checked(values, says):
         from_mapping(CheckpointConfig, values)
     good = from_mapping(CheckpointConfig, dict(offload="pageable", keep_layers_on_gpu=2, pinned_fallback=True))
     assert good == CheckpointConfig("pageable", 2, True)
+
+
+@pytest.mark.parametrize("values", [
+    dict(keep_layers_on_gpu=1.5), dict(keep_layers_on_gpu="2"), dict(keep_layers_on_gpu=True), dict(keep_layers_on_gpu=None),
+    dict(staging_mib=1.5), dict(staging_mib=-1), dict(staging_chunks=2.0), dict(pairs=1.0)])
+def test_numbers_that_are_not_whole_are_refused_by_name(values):
+    """Also where no file of settings is read, whose types are checked there."""
+    (name,) = values
+    with pytest.raises(ValueError, match=f"^{name}={values[name]!r}"):
+        CheckpointConfig("pageable", **values)
 
 
 # real ranks

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.plain import assert_close, tiny_model
+from tests.plain import assert_close, plain_step, tiny_model
+from tests.sharded import ds_config, gradients
 from upipe import reference
 
 SP, ACCUMULATION = 2, 2
@@ -104,6 +105,50 @@ def _group_too_small():
 def test_wrong_wrapping_is_refused(worlds):
     worlds(4).run(_shard_single_projections)
     worlds(4).run(_group_too_small)
+
+
+def _of_shared_mlp(kind, offload):
+    import deepspeed
+
+    import upipe
+    from upipe.offload import CheckpointConfig, apply_checkpointing
+
+    def model_of():
+        model = tiny_model("llama", 4, 2)
+        model.model.layers[1].mlp = model.model.layers[0].mlp
+        return model
+
+    ids, model = torch.arange(12)[None] % 50, model_of()
+    handle = upipe.apply(model, upipe.UPipeConfig(sp_size=2))
+    parts = [handle, *([apply_checkpointing(model, CheckpointConfig(offload))] if offload else [])]
+    (batch,) = handle.shard([{"input_ids": ids, "labels": ids}])
+    if kind == "ddp":
+        engine = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=ds_config(kind), mpu=handle.mpu
+        )
+    if offload is not None and kind in ("ddp", 2, 3):
+        with pytest.raises(upipe.PreflightError, match=r"mlp.gate_proj.weight of .*layers.1 is that of .*layers.0 too.*non-reentrant"):
+            handle.loss(engine, batch)
+    else:
+        loss = handle.loss(engine, batch)
+        loss.backward() if kind == "ddp" else engine.backward(loss)
+        plain = plain_step(model_of(), [[{"input_ids": ids, "labels": ids}]])
+        got = gradients(engine) if kind != "ddp" else {name: p.grad for name, p in model.named_parameters()}
+        for name, expected in plain.grads.items():
+            assert_close(name, got[name], expected)
+    if kind != "ddp":
+        engine.destroy()
+    for part in reversed(parts):
+        part.remove()
+
+
+@pytest.mark.parametrize("offload", [None, "none", "pinned"])
+@pytest.mark.parametrize("kind", ["ddp", 1, 2, 3])
+def test_T27_an_mlp_of_two_layers_is_exact_or_refused(worlds, kind, offload):
+    """Layers of `upipe.offload` have a backward each, so its gradient comes twice, where DDP and ZeRO 2 and 3 take it once."""
+    worlds(2).run(_of_shared_mlp, kind=kind, offload=offload)
 
 
 def _handed_over(heads, kv_heads, width, batch_first, seed=0):

@@ -141,7 +141,9 @@ class SequenceParallelGroups:
     def failure(self) -> str | None:
         """Why there can be no further step, in words: this rank left one half way, and its next exchange with the others would be
         taken for one of that step. None where all ended."""
-        what = self._failed or ("its backward did not end" if self._in_backward else None)
+        # Within a backward a forward is that of a checkpointed module that runs again.
+        half_way = self._in_backward and torch._C._current_graph_task_id() == -1
+        what = self._failed or ("its backward did not end" if half_way else None)
         if what is None:
             return None
         return (

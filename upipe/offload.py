@@ -88,10 +88,13 @@ class CheckpointConfig:
         for name, allowed in (("offload", ("none", "pinned", "pageable")), ("preserve_rng", (True, False, "auto"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}")
-        if self.keep_layers_on_gpu != "auto" and self.keep_layers_on_gpu < 0:
-            raise ValueError(f"keep_layers_on_gpu={self.keep_layers_on_gpu}: must be 0 or more, or auto")
-        if isinstance(self.pairs, bool) or not isinstance(self.pairs, int) or self.pairs < 0:
+        if self.keep_layers_on_gpu != "auto" and not _whole(self.keep_layers_on_gpu):
+            raise ValueError(f"keep_layers_on_gpu={self.keep_layers_on_gpu!r}: must be a number of layers, 0 or more, or auto")
+        if not _whole(self.pairs):
             raise ValueError(f"pairs={self.pairs!r}: must be a number of pairs of layers, 0 or more")
+        for name in ("staging_mib", "staging_chunks"):
+            if not _whole(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be a whole number")
         if self.staging_mib < 1 or self.staging_chunks < 2:
             raise ValueError(f"staging_mib={self.staging_mib}, staging_chunks={self.staging_chunks}: at least 1 MiB and 2 chunks")
 
@@ -111,6 +114,10 @@ class CheckpointConfig:
     def sent(self, layers: int) -> int:
         """How many inputs go to the host."""
         return len(self.stored(layers)) - self.kept(layers)
+
+
+def _whole(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def check_pairs(pairs: int, layers: int) -> None:
@@ -652,6 +659,8 @@ def apply_checkpointing(
     except ValueError as error:
         raise PreflightError(str(error)) from None
     for i, layer in enumerate(layers):
+        if layer in layers[:i]:
+            raise PreflightError(f"layer {i} is layer {layers.index(layer)} once more: a layer that runs twice cannot be checkpointed here")
         if hasattr(layer, "_checkpointing"):
             raise PreflightError(f"checkpointing is on layer {i} already: call remove() on its handle first")
         if "forward" in vars(layer):

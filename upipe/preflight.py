@@ -321,6 +321,8 @@ def check_engine(engine, sp_size: int, largest_parameter: int) -> None:
             f"the engine was made with sequence-parallel size {engine.sequence_parallel_size}, this handle has {sp_size}: "
             "pass mpu=handle.mpu to deepspeed.initialize"
         )
+    if engine.zero_optimization_stage() >= 2:
+        check_shared_parameters(engine.module, f"ZeRO-{engine.zero_optimization_stage()}", "zero_stage 0 or 1")
     zero = engine._config.zero_config
     if sp_size > 1:
         factor = engine._config.gradient_predivide_factor
@@ -347,9 +349,25 @@ def check_experts(model: nn.Module) -> None:
         )
 
 
+def check_shared_parameters(model: nn.Module, wrapper: str, works: str) -> None:
+    """No parameter is of two layers of `upipe.offload`: each has a backward of its own, and adds to the gradient by itself, of which
+    the wrapper expects one a backward."""
+    owners: dict[int, str] = {}
+    for name, layer in model.named_modules():
+        for part, p in layer.named_parameters() if hasattr(layer, "_checkpointing") else ():
+            first = owners.setdefault(id(p), name)
+            if first != name:
+                raise PreflightError(
+                    f"{part} of {name} is that of {first} too, and both are checkpointed by upipe.offload: {wrapper} takes one gradient a "
+                    f"backward of a parameter and would get two. Use offload: none with checkpointing: none or non-reentrant, or {works}"
+                )
+
+
 def check_wrapper(model: nn.Module) -> None:
     """DistributedDataParallel or fully_shard around the model: gradients must be reduced over all ranks."""
     check_experts(model)
+    if isinstance(model, DistributedDataParallel):
+        check_shared_parameters(model, "DistributedDataParallel", "DeepSpeed's ZeRO 0 or 1")
     world = dist.get_world_size()
     if isinstance(model, DistributedDataParallel):
         ranks = dist.get_world_size(model.process_group)

@@ -80,10 +80,11 @@ class Native:
             length, maker = PROBE * size, torch.Generator().manual_seed(0)
             pieces = Zigzag(size).pieces(length, rank)
             mine = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
-            whole = [torch.randn(1, length, heads, head_dim, generator=maker).to(dtype) for heads in (4, 2, 2, 4)]
-            *inputs, grad = (t[:, mine].to(self.device_type) for t in whole)
-            # The first call may come in a checkpointed layer's forward: that neither turns gradients off here nor counts what is saved.
-            with torch.enable_grad(), _saving_itself():
+            # The first call may come without gradients, or in a checkpointed layer's forward: that neither turns them off here nor
+            # counts what is saved. Nor may tensors be of inference mode, which autograd takes none of.
+            with torch.inference_mode(False), torch.enable_grad(), _saving_itself():
+                whole = [torch.randn(1, length, heads, head_dim, generator=maker).to(dtype) for heads in (4, 2, 2, 4)]
+                *inputs, grad = (t[:, mine].to(self.device_type) for t in whole)
                 q, k, v = (t.to(self.device_type).float().requires_grad_() for t in whole[:3])
                 out, _ = reference.attention(q, k, v, head_dim**-0.5)
                 wanted = [out, *torch.autograd.grad(out, (q, k, v), whole[3].to(self.device_type).float())]
@@ -127,7 +128,8 @@ def _kept_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 def _attention(native: Native, kernel: str, scale: float, q, k, v) -> tuple[list[torch.Tensor], torch.Tensor]:
     """-> leaves [B, heads, L, d] of q, k and v, and torch's attention of them with its graph."""
-    inner = [t.detach().transpose(1, 2).contiguous().requires_grad_() for t in (q, k, v)]
+    # Copies also where one head or one token is contiguous as it is: a change of it in place would go unseen under `_saving_itself`.
+    inner = [t.detach().transpose(1, 2).clone(memory_format=torch.contiguous_format).requires_grad_() for t in (q, k, v)]
     # With gradients in any case: only then do torch's kernels answer with the log-sum-exp that results are merged by.
     with native.on(q, kernel), torch.enable_grad():
         out = torch.nn.functional.scaled_dot_product_attention(*inner, is_causal=True, scale=scale, enable_gqa=q.shape[2] != k.shape[2])
