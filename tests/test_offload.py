@@ -555,6 +555,25 @@ def test_pinning_fails_and_falls_back_as_asked(monkeypatch, caplog):
     assert len(said) == 1 and "falling back to pageable" in said[0]
 
 
+@pytest.mark.parametrize("trained", [(f"layers.{LAYERS - 1}.",), ("lm_head",)])
+def test_where_only_what_is_kept_is_trained_nothing_is_moved(trained):
+    model = model_of()
+    for name, p in model.named_parameters():
+        p.requires_grad_(any(part in name for part in trained))
+    loss_of(model, ids_of()).backward()
+    expected = gradients(model)
+    with checkpointed(model, config("pinned", keep_layers_on_gpu="auto")) as handle:
+        model.zero_grad()
+        loss_of(model, ids_of()).backward()
+        assert_same(gradients(model), expected)
+        report = handle.end_step()
+        assert report.bytes_to_host == 0 and report.layer_calls == ("layers" in trained[0])
+        model.eval()
+        loss_of(model, ids_of()).backward()
+        with pytest.raises(OffloadError, match="moved nothing"):
+            handle.end_step()
+
+
 def test_offload_that_moves_nothing_is_an_error():
     model = model_of()
     with checkpointed(model, config("pinned", keep_layers_on_gpu="auto")) as handle:

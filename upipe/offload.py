@@ -440,6 +440,7 @@ class Checkpointing:
         self._store: HostStore | None = None
         self._current: _Call | None = None
         self._counts = dict.fromkeys(("layer_calls", "kept_calls", "paired_calls", "gradients_shared"), 0)
+        self._untrained = 0
         self._last: StepReport | None = None
 
     def __deepcopy__(self, memo):
@@ -463,7 +464,7 @@ class Checkpointing:
         """What was done since the last call, and a new count. To be called after every optimizer step.
 
         Raises:
-            OffloadError: layers were to be sent, and nothing was.
+            OffloadError: layers were to be sent, and nothing was though they, or layers before them, are trained.
         """
         store, counts, self._open = self._store, self._counts, None
         held, pinned = (0, 0) if store is None else store.held()
@@ -477,10 +478,12 @@ class Checkpointing:
             **counts,
         )
         self._counts = dict.fromkeys(counts, 0)
+        untrained, self._untrained = self._untrained, 0
         if store is not None:
             store.bytes_to_host = store.bytes_to_device = 0
         self._last = report
-        if self._sent_below > 0 and report.bytes_to_host == 0:
+        # Below the first layer that is trained no input is needed.
+        if self._sent_below > 0 and report.bytes_to_host == 0 and not untrained:
             raise OffloadError(
                 f"offload={self.config.offload} moved nothing in this step: {self.config.sent(len(self._layers))} of "
                 f"{len(self._layers)} layers were to be sent, {report.layer_calls} layer calls were checkpointed. Run the forward pass "
@@ -541,6 +544,7 @@ class Checkpointing:
     def _checkpoint(self, layer: nn.Module, plain: Callable, args: tuple, kwargs: dict):
         hidden, args, kwargs = _split(layer, args, kwargs)
         if not hidden.requires_grad and not any(p.requires_grad for p in layer.parameters()):
+            self._untrained += 1
             return plain(layer, hidden, *args, **kwargs)
         call = _Call(self, layer, plain, hidden.device, args, kwargs)
         self._count("layer_calls")
