@@ -82,7 +82,8 @@ class MemoryConfig:
     "pinned" and "pageable" host memory, with that of `upipe.offload`; "auto": pinned, but only as many layers as do not fit on
     the device by an estimate (`estimate_kept`). keep_layers_on_gpu: inputs of the last n layers stay; "auto": 1, or as
     estimated; 0 where all layers are in pairs. pinned_fallback: go on pageable where page-locked memory runs out for
-    them, rather than fail; for attention outputs and the rest it still fails. prefetch: fetch the next input while a layer's backward runs, for one more u.
+    them, rather than fail; for attention outputs and the rest it still fails. prefetch: fetch the next input while a layer's
+    backward runs, for one more u.
 
     offload_within_layer: while a fused layer runs, its working tensors as wide as the hidden states (in the backward its input, the
     incoming gradient and dq; the attention output) are on the host too, as `offload` says, and come by tiles of rows: about 3 u less
