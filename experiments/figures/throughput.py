@@ -59,14 +59,16 @@ def compared(sources: Sources) -> Sources:
     """The sources with, beside the last record of each measured whole model, the last whose run has a baseline at that model and length;
     and with what else their runs had there: a comparison is of one run."""
 
+    def measured(record: dict[str, Any]) -> bool:
+        return record["provenance"] == "measured" and record.get("scope") == "model" and record.get("point") is not None
+
     def sweep(record: dict[str, Any]) -> tuple:
         return tuple(record[name] for name in ("experiment", "run_id", "model", "layers", "tokens", "kernel"))
 
-    models = [r for r in sources.every if r["provenance"] == "measured" and r.get("scope") == "model" and r.get("point") is not None]
+    models = list(filter(measured, sources.every))
     beside = {sweep(r) for r in models if r["method"] in BASELINES and r["outcome"] == "ok"}
     chosen = latest(r for r in models if sweep(r) in beside)
-    known = {id(r) for r in models}
-    sweeps = {sweep(r) for r in [*chosen, *sources.records] if id(r) in known}
+    sweeps = {sweep(r) for r in [*chosen, *filter(measured, sources.records)]}
     more = [*(r for r in models if sweep(r) in sweeps and r["outcome"] == "ok"), *chosen]
     return dataclasses.replace(sources, records=list({id(r): r for r in [*more, *sources.records]}.values()))
 

@@ -157,12 +157,13 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, native: Native, kernel: str, scale: float, enabled: bool):
-        needed, hooked = enabled and any(ctx.needs_input_grad), _saved_tensors_are_hooked()
+        needed = enabled and any(ctx.needs_input_grad)
+        again = needed and _saved_tensors_are_hooked()
         with _saving_itself():
             inner, out = _attention(native, kernel, scale, q, k, v)
         ctx.of = native, kernel, scale
-        ctx.held = (inner, out) if needed and not hooked else None
-        ctx.save_for_backward(*((q, k, v) if needed and hooked else ()))
+        ctx.held = (inner, out) if needed and not again else None
+        ctx.save_for_backward(*((q, k, v) if again else ()))
         return out.detach().transpose(1, 2)
 
     @staticmethod
